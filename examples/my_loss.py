@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from learner.algo.tokens import Tokens
+from learner.algo.loss import Tokens
 
 
 def topr(tokens: Tokens, cap: float = 1.0) -> tuple[Tensor, Tensor]:

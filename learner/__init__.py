@@ -7,22 +7,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from learner.api.errors import InputError as InputError
-    from learner.api.errors import RunFailed as RunFailed
-    from learner.api.errors import TrainError as TrainError
-    from learner.api.evaluating import evaluate as evaluate
-    from learner.api.planning import plan as plan
-    from learner.api.result import TrainResult as TrainResult
-    from learner.api.training import train as train
+    from learner.api.calls import TrainResult as TrainResult
+    from learner.api.calls import evaluate as evaluate
+    from learner.api.calls import plan as plan
+    from learner.api.calls import train as train
+    from learner.api.process import InputError as InputError
+    from learner.api.process import RunFailed as RunFailed
+    from learner.api.process import TrainError as TrainError
 
 HOMES = {
-    "InputError": "errors",
-    "RunFailed": "errors",
-    "TrainError": "errors",
-    "TrainResult": "result",
-    "evaluate": "evaluating",
-    "plan": "planning",
-    "train": "training",
+    "InputError": "process",
+    "RunFailed": "process",
+    "TrainError": "process",
+    "TrainResult": "calls",
+    "evaluate": "calls",
+    "plan": "calls",
+    "train": "calls",
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from learner.config.load import Key, keys
-from learner.config.rules import RULES
+from learner.config.run import RULES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -79,7 +79,7 @@ examples; the README has one in ten lines. The keys that most runs touch: `model
 
 ## Which settings go together
 
-Made from `learner/config/rules.py`, which also makes the errors.
+Made from `learner/config/run.py`, which also makes the errors.
 
 | setting | rule | else |
 |---|---|---|

@@ -27,7 +27,7 @@ for number in ENDS:
 
 # The shapes that annotations name are checked in every call; not in mutants, whose wrappers have no annotations.
 if "MUTANT_UNDER_TEST" not in os.environ:
-    checked = ["learner.algo.loss", "learner.algo.tokens", "learner.batch.micro_batch", "learner.model.logprob"]
+    checked = ["learner.algo.loss", "learner.algo.loss", "learner.batch.micro_batch", "learner.model.logprob"]
     install_import_hook(checked, "beartype.beartype")
 
 hypothesis.settings.register_profile("gleaner", deadline=None)  # a busy machine must not fail a property

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import as_table
-from learner.algo.advantage import ADVANTAGES
-from learner.algo.coefficients import LOSSES
+from learner.algo.advantage import ADVANTAGES, LOSSES
 from learner.algo.surrogates import SURROGATES, Surrogate
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +111,7 @@ A function in a file of yours, named by `learner.loss.ratio=my_loss.py:topr` (or
 {example}
 ```
 
-- It is given the N completion tokens of a micro-batch (`learner/algo/tokens.py` lists what is known of them) and
+- It is given the N completion tokens of a micro-batch (`learner/algo/loss.py` lists what is known of them) and
   returns two tensors [N]: the objective, and whether a bound has changed it. Autograd differentiates the objective by
   `tokens.logprobs` alone, and the model's backward pass starts from there: time and memory do not grow with it.
 - Tokens of advantage 0 are among them, of groups without signal too: a term that does not depend on A reaches them.

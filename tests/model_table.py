@@ -49,7 +49,7 @@ def row(kind: str, folder: Path) -> tuple[str, ...]:
     import transformers
 
     from learner.config import ModelConfig
-    from learner.config.learner import LoraConfig
+    from learner.config.settings import LoraConfig
     from learner.model.policy import Policy
 
     hf: Any = transformers
@@ -153,7 +153,7 @@ the generator has no card, but for nemotron_h, whose layers are Mamba-2's. Of a 
 layers are attention's are none of these. (On a card models with a state have not been run yet.)
 
 An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
-its logits must be cap and scale (`learner/model/logits.py`) of the products of an output embedding without bias.
+its logits must be cap and scale (`learner/model/logprob.py`) of the products of an output embedding without bias.
 
 {table}
 

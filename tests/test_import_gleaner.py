@@ -33,7 +33,7 @@ def test_beside_files_of_our_names(program: list[str], tmp_path: Path) -> None:
     for name in ("cluster", "learner", "rewards", "rollout"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError")
     (tmp_path / "script.py").write_text(SCRIPT)
-    assert told(program, tmp_path) == "[] learner.api.training learner.api.evaluating learner.api.planning"
+    assert told(program, tmp_path) == "[] learner.api.calls learner.api.calls learner.api.calls"
 
 
 NAMES = ("cluster", "learner", "rewards", "rollout")
@@ -55,7 +55,7 @@ def test_what_the_users_module_of_that_name_has(name: str, order: str, tmp_path:
         "from rewards.pickled import pack\nfrom pathlib import Path\n"
         "Path('f.pickle').write_bytes(pack(mine).content)\nprint(gleaner.train.__module__, mine())\n"
     )
-    assert told(["-c", f"{ORDERS[order].format(name=name)}\n{send}"], tmp_path) == "learner.api.training 1"
+    assert told(["-c", f"{ORDERS[order].format(name=name)}\n{send}"], tmp_path) == "learner.api.calls 1"
     load = "from rewards.pickled import load\nfrom pathlib import Path\nprint(load(Path('../f.pickle'))())"
     (tmp_path / "elsewhere").mkdir()
     assert told(["-c", load], tmp_path / "elsewhere") == "1"

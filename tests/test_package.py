@@ -70,7 +70,7 @@ def test_the_commands_before_a_first_run(environment: Path, tmp_path: Path) -> N
     gleaner = environment / "gleaner"
     assert [line.split()[0] for line in told(gleaner, "--version", cwd=tmp_path).splitlines()] == [*VERSIONS]
     version = "import gleaner; print(gleaner.__version__, gleaner.train.__module__)"
-    assert told(environment / "python", "-c", version, cwd=tmp_path) == "0.1.0 learner.api.training\n"
+    assert told(environment / "python", "-c", version, cwd=tmp_path) == "0.1.0 learner.api.calls\n"
     told(gleaner, "init", "first", cwd=tmp_path)
     assert f'path: "{environment.parent}' in (tmp_path / "first" / "config.yaml").read_text()
     assert "cluster:" in told(gleaner, "plan", "--gpu", "24", "--model", "meta-llama/Llama-3.2-1B", cwd=tmp_path)

@@ -26,7 +26,7 @@ class Cell:
     def __init__(self, folder: Path, kind: str, rate: float) -> None:
         from examples.random_model import make_tiny_model
         from learner.config import ModelConfig
-        from learner.config.learner import LearnerConfig, LoraConfig, ScheduleConfig
+        from learner.config.settings import LearnerConfig, LoraConfig, ScheduleConfig
         from learner.trainer.trainer import Trainer
         from rollout.engine import EngineSettings
         from rollout.vllm.engine import VllmEngine

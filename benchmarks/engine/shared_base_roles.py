@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig, LoraConfig
+from learner.config.settings import LearnerConfig, LoraConfig
 from learner.model.logprob import policy_logprobs
-from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
+from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import Trainer
 from rollout.engine import EngineSettings
 from rollout.shared_base.manifest import BaseNotShared, Manifest

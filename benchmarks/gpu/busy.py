@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.model import group, make_trainer, steps, utilisation
 from benchmarks.gpu.rows import Found, Row
 from cluster.memory.shape import SHAPES, Shape
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 
 BUDGETS = (4096, 8192, 16384, 32768)
 PROMPT, COMPLETION, GENERATIONS, GROUPS = 256, 512, 8, 8

@@ -18,7 +18,7 @@ from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES, Shape
 from cluster.memory.units import GB
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 
 GROUPS = 4  # per step, a micro-batch each, as in the published table
 COUNT = 8  # steps: the peak is that of one, and each row costs seconds of a lent card

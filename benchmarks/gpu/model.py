@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu.rows import Missing
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from learner.model import packing_check
 from learner.model import policy as policy_module
 from learner.model.base import nf4

@@ -1,4 +1,4 @@
-"""A step of QLoRA on a card: PEFT's own layers against fused ones (learner.model.fused_lora), and where its time goes.
+"""A step of QLoRA on a card: PEFT's own layers against fused ones (learner.model.lora), and where its time goes.
 
     PYTHONPATH=. python -m benchmarks.gpu.qlora --shape Llama-3.2-1B Llama-3.1-8B
     PYTHONPATH=. python -m benchmarks.gpu.qlora --device cpu --tiny                   the rehearsal
@@ -30,8 +30,8 @@ from benchmarks.gpu.learner import TINY
 from benchmarks.gpu.model import group, make_trainer, utilisation
 from benchmarks.gpu.rows import Found, folder_for, told_of
 from cluster.memory.shape import SHAPES, Shape
-from learner.config.learner import LearnerConfig
-from learner.model import lora_groups
+from learner.config.settings import LearnerConfig
+from learner.model import lora
 from learner.trainer.trainer import Trainer
 
 GROUPS, GENERATIONS, MOST = 4, 4, 14
@@ -41,7 +41,7 @@ def trainer_of(shape: Shape, device: str, budget: int, completion: int, *, fused
     learner = LearnerConfig.model_validate({"checkpointing": "full", "token_budget": budget})
     with ExitStack() as stack:
         if not fused:
-            stack.enter_context(mock.patch.object(lora_groups, "_is_plain", return_value=False))
+            stack.enter_context(mock.patch.object(lora, "_is_plain", return_value=False))
         trainer = make_trainer(shape, learner, device, base="nf4", completion=completion)
     layers = [module for module in trainer._policy._lm.modules() if isinstance(module, LoraLayer)]
     assert all(("forward" in vars(layer)) == fused for layer in layers), "layers of the other kind"

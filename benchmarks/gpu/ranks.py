@@ -32,11 +32,10 @@ from benchmarks.gpu.model import group
 from benchmarks.gpu.rows import Found, Row, run_all, run_here
 from cluster.memory.shape import SHAPES
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from learner.ranks.group import Group
-from learner.ranks.rank_trainer import RankTrainer
-from learner.ranks.service import Meeting, Return
-from learner.ranks.sharded_rank import ShardedRank
+from learner.ranks.rank import RankTrainer, ShardedRank
+from learner.ranks.ranks import Meeting, Return
 
 MODULE = "benchmarks.gpu.ranks"
 HOST, START_S, STEP_S = "127.0.0.1", 120.0, 60.0

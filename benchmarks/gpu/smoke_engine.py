@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Found
 from cluster.actor import Shared
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from learner.trainer.trainer import Trainer
 from rollout.engine import EngineSettings
 from rollout.evidence import Evidence

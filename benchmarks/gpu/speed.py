@@ -18,9 +18,9 @@ from benchmarks.learner.head_op import Case, by_liger, by_logprobs, make_case, n
 from cluster.memory.plan import Workload
 from cluster.memory.shape import SHAPES, Shape
 from learner.batch.layout import Layout, Segment
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
+from learner.model.attention import SEGMENTS, VARLEN, kernels
 from learner.model.logprob import policy_logprobs
-from learner.model.packed_attention import SEGMENTS, VARLEN, kernels
 
 RAGGED = (786, 700, 512, 400, 256, 128, 64, 16)  # completions of a group
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.model import group, make_trainer, steps
 from benchmarks.gpu.rows import Found, Missing, Row
 from cluster.memory.plan import Workload
 from cluster.memory.shape import LINEAR, SHAPES, Shape
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 
 
 def rows(tiny: Shape | None) -> list[Row]:

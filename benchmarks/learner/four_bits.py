@@ -1,4 +1,4 @@
-"""LoRA on a base in 4 bits: PEFT's own forward passes against learner.model.fused_lora.
+"""LoRA on a base in 4 bits: PEFT's own forward passes against learner.model.lora.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner.four_bits [--device cuda] [--tokens 512 2048]
 
@@ -27,8 +27,8 @@ from benchmarks.common import MIB, Peak, as_table, conditions, relative_error, s
 from benchmarks.learner import roofline
 from examples.random_model import VOCAB_SIZE, make_tiny_model
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
-from learner.model import lora_groups
+from learner.config.settings import LoraConfig
+from learner.model import lora
 from learner.model.policy import Policy
 
 WIDTH, LAYERS = 2048, 2
@@ -73,7 +73,7 @@ def counted() -> list[tuple[str, list[dict[str, list[float]]]]]:
     found = []
     for name, checkpointing, groups in STEPS:
         case = roofline.Case(name, "bfloat16", checkpointing, groups, cuda=True, base="nf4")
-        with mock.patch.object(lora_groups, "_is_plain", return_value=False):
+        with mock.patch.object(lora, "_is_plain", return_value=False):
             peft = roofline.count(case)
         rates = roofline.CARDS[0].reached()
         parts = [roofline.by_part(ops, rates) for ops in (peft, roofline.count(case))]

@@ -30,10 +30,9 @@ from examples.random_model import make_tokenizer
 from learner.algo.advantage import group
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig, OptimizerConfig
-from learner.config.learner import LoraConfig as LoraSettings
-from learner.trainer.probe_answer import answer_of
-from learner.trainer.trainer import Trainer
+from learner.config.settings import LearnerConfig, OptimizerConfig
+from learner.config.settings import LoraConfig as LoraSettings
+from learner.trainer.trainer import Trainer, answer_of
 from rollout.fake_groups import make_group
 from rollout.types import Completion
 

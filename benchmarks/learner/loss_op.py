@@ -36,7 +36,7 @@ def loss_call(tokens: int, ratio: str) -> Callable[[], object]:
     """The loss and its metrics, by the code of the present folder, of one micro-batch near the sampler."""
     from learner.algo.loss import metrics_of, token_loss
     from learner.batch.micro_batch import MicroBatch
-    from learner.config.learner import LearnerConfig
+    from learner.config.settings import LearnerConfig
 
     torch.manual_seed(0)
     zeros, completions = torch.zeros(tokens, dtype=torch.int64), tokens // COMPLETION

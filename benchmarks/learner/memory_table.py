@@ -23,7 +23,7 @@ from cluster.memory.learner import FRAGMENTATION, learner_bytes
 from cluster.memory.learning import Learning, Micro
 from cluster.memory.shape import SHAPES, Shape
 from cluster.memory.units import CONTEXT, GB, total
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 
 METHODS: dict[str, Learning] = {
     "full, AdamW": Learning(mode="full", checkpointing="none"),

@@ -33,11 +33,10 @@ import torch
 from benchmarks.common import as_table, conditions, save, under
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from learner.ranks.group import Group
-from learner.ranks.rank_trainer import RankTrainer
-from learner.ranks.service import Meeting
-from learner.ranks.sharded_rank import ShardedRank
+from learner.ranks.rank import RankTrainer, ShardedRank
+from learner.ranks.ranks import Meeting
 from learner.trainer import gradient_sums
 from learner.trainer.trainer import Trainer
 from rollout.fake_groups import make_group

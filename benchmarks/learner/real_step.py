@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
 from benchmarks.engine.engine_speed import chats
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from learner.model import packing_check
 from learner.trainer.trainer import Trainer
 from rollout.fake_groups import make_group

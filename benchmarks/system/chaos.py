@@ -36,7 +36,7 @@ from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.processes import marked
 from benchmarks.system.chaos_faults import KINDS, PAUSE_S, Fault, drawn, inject, possible
 from benchmarks.system.run_folder import counted, rows
-from learner.api.metrics_lines import MetricsLines
+from learner.api.calls import MetricsLines
 
 SHARED = Path("/dev/shm")
 QUIET_STEPS = 20  # at the end, without faults

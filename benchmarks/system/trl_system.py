@@ -31,8 +31,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from learner.config import RunConfig
 from learner.config import load as config_io
+from learner.config.settings import rate_factor
 from learner.driver.evaluate import accuracy_reward
-from learner.trainer.learning_rate import rate_factor
 from rewards.call import Group
 from rewards.call import score as score_group
 from rewards.config import RewardConfig, resolved_names

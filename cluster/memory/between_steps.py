@@ -12,14 +12,14 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     weights: b per parameter; nf4 as in cluster.memory.units.
     adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b for
       each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
-      optimizers round (see learner.trainer.stochastic_rounding). PPO's value: the same again of its own n and of a
+      optimizers round (see learner.trainer.optimizer). PPO's value: the same again of its own n and of a
       float32 head of h.
       In shards (memory.base: sharded) 4 n masters, n being this rank's (cluster.memory.sharded).
     gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
     reference: of full fine-tuning with beta > 0 (learner.model.reference, in shards
-      learner.model.sharded_reference).
+      learner.model.reference).
     undo: on a CPU (see undo_bytes).
     """
     b = DTYPE_BYTES[learning.dtype]
@@ -52,7 +52,7 @@ def _base(shape: Shape, learning: Learning, b: int) -> Parts:
 
 
 def undo_bytes(n: int, optimizer: OptimizerKind) -> int:
-    """Of main memory: masters and states of n weights as they were when a step began (learner.ranks.memory)."""
+    """Of main memory: masters and states of n weights as they were when a step began (learner.ranks.rank)."""
     return (4 + STATE_BYTES[optimizer]) * n
 
 

@@ -23,7 +23,7 @@ FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator 
 # the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
-WIDENED_ROWS = 1024  # learner.model.widened_lora.TILE, which the driver cannot import: it loads no torch
+WIDENED_ROWS = 1024  # learner.model.lora.TILE, which the driver cannot import: it loads no torch
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
@@ -160,7 +160,7 @@ def _dequantised(shape: Shape, learning: Learning) -> int:
 
 def _widened(shape: Shape, learning: Learning) -> int:
     """The largest matrix of a layer in float32, and the rows that it multiplies, as a CPU without instructions for 16
-    bits needs them (learner.model.widened_lora); one with them needs less."""
+    bits needs them (learner.model.lora); one with them needs less."""
     if learning.cuda or learning.base == "nf4" or learning.mode == "full" or learning.dtype == "float32":
         return 0
     largest = max(i * o for i, o in map(shape.linear, LINEAR))

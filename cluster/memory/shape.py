@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def gemma(self) -> bool:
-        """Of Gemma's kind, whose norms and feed-forward block are other functions (learner.model.fused_norm)."""
+        """Of Gemma's kind, whose norms and feed-forward block are other functions (learner.model.fusion)."""
         return self.kind.startswith("gemma")
 
     @property

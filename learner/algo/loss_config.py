@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 from pydantic import Field, field_validator, model_validator
 
 from cluster.config import Frozen, Positive
-from learner.algo.advantage import ADVANTAGES
-from learner.algo.coefficients import LOSSES
+from learner.algo.advantage import ADVANTAGES, LOSSES
 from learner.algo.surrogates import SURROGATES, Bounds
 
 OWN = "path/file.py:function"

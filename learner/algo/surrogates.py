@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learner.algo.tokens import Tokens
+    from learner.algo.loss import Tokens
 
 Interval = tuple[float, float]
 Objective = tuple["Tensor", "Tensor"]

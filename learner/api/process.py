@@ -10,7 +10,21 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 
 from cluster import own_path
-from learner.api.errors import InputError, RunFailed, TrainError
+
+# TrainError, and under it InputError (exit code 2 of the command line) and RunFailed (exit code 1).
+
+
+class TrainError(Exception):
+    """A call of `train`, `evaluate` or `plan` that did not do what it was asked; the text is the command line's."""
+
+
+class InputError(TrainError, ValueError):
+    """The settings or inputs are wrong: one line for each mistake, nothing was trained."""
+
+
+class RunFailed(TrainError, RuntimeError):
+    """The run failed after it had begun; the same call of `train` goes on from its last checkpoint."""
+
 
 CLOSE_S = 60.0  # for a run that is to end at once: it takes its processes down
 LOOK_S = 0.2  # between two looks at what it has written

@@ -1,10 +1,12 @@
 """Rows of an optimizer batch -> micro-batches under a token budget.
 
 Packed, a micro-batch is one row without padding, in which the completions of a group share one prompt (see
-learner.model.packed_attention). Padded, it is a row per completion: for models that cannot attend to a packed row.
+learner.model.attention). Padded, it is a row per completion: for models that cannot attend to a packed row.
 Letters: those of learner.batch.rows, and B rows of a micro-batch, L its length, C completions and N their tokens in it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,8 +17,41 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from learner.batch.pieces import fine_budget
 from learner.batch.rows import Rows, ranges
+
+# How finely a batch is divided for several ranks: by its own tokens, never by the number of ranks, on which no bit of
+# the result may depend.
+
+MOST, FEWEST = 64, 4  # micro-batches that are wanted
+REPEATED = 0.05  # of the batch: most that prompts may add which stand in several micro-batches
+
+
+def fine_budget(families: Sequence[tuple[int, int]], budget: int, least: int) -> int:
+    """The token budget of a batch that is divided finely, at most `budget`.
+
+    The finest of 64, 32, … 4 pieces in which prompts that are repeated add no more than 5 % to the tokens; if none is,
+    the batch is divided as for one rank.
+
+    Args:
+        families: (tokens of the prompt, of the completions that share it), without those that predict nothing.
+        least: tokens of a micro-batch, below which it takes more time than its division saves.
+    """
+    whole = sum(prompt + own for prompt, own in families)
+    pieces = MOST
+    while pieces >= FEWEST:
+        tokens = max(math.ceil(whole / pieces), least)
+        if tokens >= budget:
+            return budget
+        repeated = sum(prompt * (_parts(prompt, own, tokens) - 1) for prompt, own in families)
+        if repeated <= REPEATED * whole:
+            return tokens
+        pieces //= 2
+    return budget
+
+
+def _parts(prompt: int, own: int, tokens: int) -> int:
+    """Of a family, in micro-batches of so many tokens."""
+    return max(1, math.ceil(own / max(tokens - prompt, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +113,13 @@ def micro_batches(
         advantages: [M] of each token.
         coefficients, trained: [R], the second a mask.
         token_budget: most tokens B * L of a micro-batch, padding included; a longer completion goes alone.
-        fine: divided for several ranks, into micro-batches of at least so many tokens (learner.batch.pieces).
+        fine: divided for several ranks, into micro-batches of at least so many tokens (learner.batch.micro_batch).
     """
     chosen = np.flatnonzero(trained & (rows.counts > 0))
     if fine is not None:
         token_budget = fine_budget(_sizes(rows, chosen, packed=packed), token_budget, fine)
     if packed:
-        bins = _bins(_parts(rows, chosen, token_budget), token_budget)
+        bins = _bins(_micro_batch_parts(rows, chosen, token_budget), token_budget)
         return [
             _batch(rows, [row for part in parts for row in part.rows], advantages, coefficients, *_pack(rows, parts))
             for parts in bins
@@ -113,7 +148,7 @@ def _sizes(rows: Rows, chosen: npt.NDArray[np.int64], *, packed: bool) -> list[t
     return list(families.values())
 
 
-def _parts(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> list[_Part]:
+def _micro_batch_parts(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> list[_Part]:
     """Completions by prompt, the longest first, each family whole if it fits the budget."""
     families: dict[bytes, list[int]] = {}
     for row in chosen[np.argsort(-rows.lengths[chosen], kind="stable")].tolist():
@@ -216,4 +251,96 @@ def _batch(
         places=torch.from_numpy(places),
         positions=positions,
         layout=layout,
+    )
+
+
+# Which rank takes which micro-batch: a pure function that every rank computes for itself.
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """The places of each rank's micro-batches, in order; some ranks have none where there are fewer than ranks.
+
+    The largest first, each to the rank that has least so far, the lowest of equals: the fullest has at most 4/3 of the
+    least that is possible (Graham 1969), and no more than the emptiest and one micro-batch together.
+
+    Args:
+        sizes: tokens of each micro-batch, padding included.
+    """
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    filled = [0] * ranks
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        rank = min(range(ranks), key=filled.__getitem__)
+        own[rank].append(place)
+        filled[rank] += sizes[place]
+    return [sorted(places) for places in own]
+
+
+# Micro-batches in which whole sequences are read, the last token of each completion included: for what is said of a
+# sequence, where the learner's own leave out the token that predicts nothing. Letters: those of learner.batch.rows.
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """A micro-batch, and of each of its completions which it is and where its sequence ends."""
+
+    batch: MicroBatch  # of its fields only ids, positions and layout mean something
+    rows: npt.NDArray[np.int64]  # [C] index in Rows
+    ends: Int[Tensor, " C"]  # int64, position in the flattened ids of the token that speaks for the sequence
+
+    @property
+    def ids(self) -> Int[Tensor, "B L"]:
+        """Of the micro-batch."""
+        return self.batch.ids
+
+    def idle_copy(self) -> "WholeBatch":
+        """Itself: it is read, and never learned from."""
+        return self
+
+
+def whole_batches(
+    rows: Rows, token_budget: int, *, packed: bool, pad: int | None, fine: int | None = None
+) -> list[WholeBatch]:
+    """All completions of the batch, the largest micro-batch first.
+
+    Args:
+        token_budget, fine: as in learner.batch.micro_batch.micro_batches.
+        pad: the model's padding token, or None. The sequence ends with its last token that is not this one, as in
+            transformers' sequence classification; the first, where all are.
+    """
+    longer = _with_room(rows)
+    every = np.ones(len(rows.lengths))
+    batches = micro_batches(
+        longer, np.zeros(len(longer.completions)), every, every > 0, token_budget, packed=packed, fine=fine
+    )
+    after = np.array([_after_last(rows, row, pad) for row in range(len(rows.lengths))])
+    found = []
+    for batch in batches:
+        first = (batch.lengths.cumsum(0) - batch.lengths).numpy()  # of each completion, among the tokens of the batch
+        own = np.searchsorted(longer.starts, batch.places.numpy()[first], side="right") - 1
+        # Token 0 is predicted at the prompt's last token, token t at token t - 1; the prompt lies before in one piece.
+        ends = batch.index.numpy()[first + np.maximum(after[own], 0)] + np.minimum(after[own], 0)
+        found.append(WholeBatch(batch, own, torch.from_numpy(ends)))
+    return found
+
+
+def _after_last(rows: Rows, row: int, pad: int | None) -> int:
+    """Where in the completion the token after the sequence's last would stand; below 0 in the prompt."""
+    prompt, start = rows.prompts[row], int(rows.starts[row])
+    ids = np.concatenate([prompt, rows.completions[start : start + int(rows.lengths[row])]])
+    real = np.flatnonzero(ids != pad) if pad is not None else np.array([len(ids) - 1])
+    return (int(real[-1]) if len(real) else 0) + 1 - len(prompt)
+
+
+def _with_room(rows: Rows) -> Rows:
+    """The same completions with one token more each, which the micro-batches leave out in place of the last."""
+    tokens = np.zeros(len(rows.completions) + len(rows.lengths), rows.completions.dtype)
+    tokens[ranges(rows.starts + np.arange(len(rows.lengths)), rows.lengths)] = rows.completions
+    return Rows(
+        rewards=rows.rewards,
+        prompts=rows.prompts,
+        completions=tokens,
+        behavior=tokens.astype(np.float32),
+        versions=tokens,
+        lengths=rows.lengths + 1,
+        truncated=rows.truncated,
     )

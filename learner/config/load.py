@@ -245,7 +245,7 @@ def _of_several_forms(location: Sequence[Any], root: type[BaseModel]) -> tuple[A
 
 
 def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
-    """Of one pydantic error; rules between settings (learner.config.rules) come as whole sentences, a line each."""
+    """Of one pydantic error; rules between settings (learner.config.run) come as whole sentences, a line each."""
     if not mistake["loc"] and mistake["type"] == "value_error":
         return str(mistake["msg"]).removeprefix("Value error, ").splitlines()
     return [_sentence(mistake, root)]

@@ -17,13 +17,12 @@ from cluster import confinement, own_path
 from cluster.deadline import LOOK_S, Awake
 from cluster.reading import Unreadable
 from learner.config import RunConfig
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.driver.evaluate import accuracy_reward
 from learner.driver.failure import Findings, PreflightError
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
-from learner.model.adapter_config import AdapterError, follow, read_adapter, read_content, served
-from learner.model.reference_config import check_reference
+from learner.model.adapter_config import AdapterError, check_reference, follow, read_adapter, read_content, served
 from learner.model.trial_note import told
 from rewards.base import RewardError
 from rewards.call import Group

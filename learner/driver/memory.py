@@ -24,7 +24,7 @@ from cluster.nvml import visible_cards
 from cluster.placement import pack
 from cluster.ray_cluster import joins
 from learner.config import RunConfig, generator_roles, roles
-from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.driver.failure import PreflightError
 from learner.model.adapter_config import AdapterError, read_scored
 from rewards.config import adapters_of
@@ -154,7 +154,7 @@ def sequence_counts(config: RunConfig) -> list[int]:
 
 
 def layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's placement allows, the preferred first; learner.config.rules has refused others."""
+    """The layouts that the run's placement allows, the preferred first; learner.config.run has refused others."""
     wanted, gpus = config.memory.layout, config.cluster.gpus
     if wanted == "alternating":
         return ("alternating",)

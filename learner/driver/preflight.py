@@ -24,6 +24,7 @@ from cluster.run_lock import RunFolderInUse
 from cluster.trackers.tracker import ID, known_id
 from learner.config import RunConfig, roles
 from learner.config.load import absolute, to_yaml
+from learner.config.settings import rate_factor
 from learner.driver import (
     checkpoint,
     console,
@@ -74,9 +75,7 @@ from learner.driver.memory import (
     wish_of,
 )
 from learner.driver.record import POLICIES, read_policies
-from learner.model.adapter_config import MODEL, AdapterError
-from learner.model.reference_config import ReferenceConfigError
-from learner.trainer.learning_rate import rate_factor
+from learner.model.adapter_config import MODEL, AdapterError, ReferenceConfigError
 from rewards.base import JUDGE, RewardError
 from rewards.call import Group
 from rewards.output import NAME as REWARD_OUTPUT

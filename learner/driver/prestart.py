@@ -12,7 +12,7 @@ from cluster.placement import waiting
 from cluster.prestart.prestarted import Prestarted
 from cluster.ray_cluster import joins, role_env
 from learner.config import RunConfig, generator_roles, learner_roles, roles
-from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
+from learner.model.base import has_4_bit_layers, left_out, quiet
 from rollout.data.chat_error import ChatError
 from rollout.vllm.environment import required_env
 
@@ -69,4 +69,4 @@ def import_learner_for_4_bit() -> None:
     """What a learner imports, with bitsandbytes."""
     quiet()
     import learner.driver.roles
-    import learner.ranks.rank_trainer  # noqa: F401
+    import learner.ranks.rank  # noqa: F401

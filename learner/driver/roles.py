@@ -32,10 +32,8 @@ from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.record import read_policies
-from learner.model.bitsandbytes_import import has_4_bit_layers, left_out, quiet
-from learner.ranks.ranks import Ranks
-from learner.ranks.regroup import Regroup, meet
-from learner.ranks.service import RankService
+from learner.model.base import has_4_bit_layers, left_out, quiet
+from learner.ranks.ranks import Ranks, RankService, Regroup, meet
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, classifier_of, functions_of
 from rewards.environment import DEVICE
@@ -265,8 +263,7 @@ def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, ran
     sharded = config.memory.base == "sharded"
     with _imports(config):
         from learner.ranks.group import Group
-        from learner.ranks.rank_trainer import RankTrainer
-        from learner.ranks.sharded_rank import ShardedRank
+        from learner.ranks.rank import RankTrainer, ShardedRank
     if config.cluster.gpus.learner == 0 and rank == 0:  # the others take its choice
         settle_products(config.run_dir)
     group = Group(rank, config.cluster.learners, _device(config), sharded=sharded)

@@ -8,20 +8,127 @@ adapter, or serving the unquantised base, would not be the policy that is traine
 With memory.base: shared the learner computes with the generator's 4 bits, whose scales are not nested.
 """
 
+import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.utils.hub import cached_file
 
+from cluster.reading import read_mapping
 from learner.config import ModelConfig
-from learner.model.mapped_base import MappedBase
-from learner.model.meta_base import without_weights
+from learner.model.shared_base import MappedBase
 from rollout.architecture import ArchitectureError, check_architecture, check_unquantised
-from rollout.data.weight_files import EXPONENTS, WeightsError, all_finite, infinite
+from rollout.data.hub import split
+from rollout.data.model_files import read_json
+from rollout.data.weight_files import EXPONENTS, INDEX, SINGLE, WeightsError, all_finite, header, infinite
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
+
+# peft without bitsandbytes, which it imports wherever that is installed: half a second of each start, though few runs
+# have 4-bit layers or 8-bit states.
+
+LIBRARY = "bitsandbytes"
+
+
+def quiet() -> None:
+    """To be called before peft is imported, which imports bitsandbytes: on a CPU that advises an optional 4-bit kernel,
+    which nothing here uses."""
+    logging.getLogger(LIBRARY).setLevel(logging.ERROR)
+
+
+def has_4_bit_layers(model: ModelConfig) -> bool:
+    """Made from the base, or in its files already. Raises ChatError where the model cannot be read."""
+    return model.base == "nf4" or "quantization_config" in read_json(model.source, "config.json")
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Inside this block bitsandbytes is as if it were not installed, and stays so for peft if that is imported here.
+
+    For a process that will have no 4-bit layer. Where one of the two was imported before, nothing changes.
+    """
+    if LIBRARY in sys.modules or "peft" in sys.modules:
+        yield
+        return
+    sys.modules[LIBRARY] = None  # type: ignore[assignment]  # an import of it fails, and find_spec finds none
+    try:
+        from peft.import_utils import is_bnb_available
+
+        assert not is_bnb_available()  # peft asks once and keeps the answer
+        yield
+    finally:
+        del sys.modules[LIBRARY]
+
+
+# A base model without weights: every tensor has its shape, type and bytes, and no content (torch's meta device).
+
+
+def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None) -> Any:
+    """The causal language model of a transformers config, quantised as `from_pretrained` would do it."""
+    with torch.device("meta"), torch.no_grad():
+        lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False
+        )
+        if quantization is not None:
+            _quantise(lm, quantization)
+    return lm
+
+
+def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
+    # Here: slow to import, and few runs use it.
+    from bitsandbytes.functional import name2qmap, quantize_4bit
+    from bitsandbytes.nn.modules import Params4bit
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    head = next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
+    dense = {name: module.weight for name, module in lm.named_modules() if isinstance(module, nn.Linear)}
+    replace_with_bnb_linear(lm, modules_to_not_convert=[head], quantization_config=quantization)
+    for name, weight in dense.items():
+        if name == head:
+            continue
+        # The operations behind Params4bit.to("cuda"), which a meta tensor does not go through.
+        packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        module = lm.get_submodule(name)
+        module.weight = Params4bit(
+            packed, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module
+        )
+        module.quant_state = state
+    lm.is_loaded_in_4bit = True  # what PEFT goes by
+    name2qmap.pop("dynamic", None)  # bitsandbytes' table for this process, which was just made without content
+
+
+# In which file of a model each of its tensors lies.
+
+
+def tensor_files(path: str) -> dict[str, Path]:
+    """Name of each tensor -> its safetensors file. A hub's model is downloaded where it is not in the cache.
+
+    Raises WeightsError if there is none, OSError if the hub has no such model or cannot be reached.
+    """
+    index = _file(path, INDEX)
+    if index is not None:
+        where: dict[str, str] = read_mapping(index)["weight_map"]
+        files = {name: _file(path, name) for name in sorted(set(where.values()))}
+        found = {tensor: files[name] for tensor, name in where.items()}
+    else:
+        single = _file(path, SINGLE)
+        found = dict.fromkeys(header(single, "model.path"), single) if single is not None else {}
+    there = {tensor: file for tensor, file in found.items() if file is not None}
+    if not there or len(there) < len(found):
+        raise WeightsError(f"model.path: {path} must have {SINGLE}, or {INDEX} and all files that it names")
+    return there
+
+
+def _file(path: str, name: str) -> Path | None:
+    model, revision = split(path)
+    found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
 
 LETTERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}  # of safetensors
 

@@ -1,7 +1,7 @@
 """Which parts of a model are computed by operations of ours instead of transformers' and PEFT's: found by trying.
 
-Everywhere LoRA layers (learner.model.lora_groups) and norms (learner.model.fused_norm); on a card also the MLPs and the
-rotary embedding (learner.model.card_ops), which are tried here, on small tensors on the CPU.
+Everywhere LoRA layers (learner.model.lora) and norms (learner.model.fusion); on a card also the MLPs and the
+rotary embedding (learner.model.fusion), which are tried here, on small tensors on the CPU.
 
 An MLP is one whose forward pass is down(silu(gate(x)) * up(x)), tried with small layers in the place of its own. The
 rotary embedding is a function that an attention's forward pass in transformers calls by its global name; the model gets
@@ -10,18 +10,208 @@ a copy of that pass, which finds another function under the name, and other mode
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from learner.model.card_ops import rotate, silu_mul
-from learner.model.fused_norm import fuse_norms
-from learner.model.lora_groups import fuse as fuse_lora
+from learner.model.lora import fuse as fuse_lora
+
+# SwiGLU and the rotary embedding on a card: Liger's Triton kernels (2410.10989) as operators with gradients.
+#
+#     silu_mul  gate * sigmoid(gate) * up, from [..., f] each; keeps both, and their gradients take their place
+#     rotate    x cos + (-x_2, x_1) sin of queries and keys, whose tensors it overwrites, and so does its gradient
+#
+# Operators, because tensors without content must pass them, too (learner.tools.meta_run), each as the one kernel it is.
+# Both are the formulas of transformers' Llama; learner.model.fusion finds the models that follow them.
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """[..., f]; differentiable once. The backward pass overwrites `gate` and `up`."""
+    found: Tensor = _SiluMul.apply(gate, up)  # type: ignore[no-untyped-call]
+    return found
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotated queries and keys, [B, heads, L, D] each, in the memory of those that are given if they are views of
+    [B, L, heads, D]; cos and sin [B, L, D], both halves of D alike. Differentiable once, in queries and keys."""
+    found: tuple[Tensor, Tensor] = _Rotate.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
+    return found
+
+
+# Imported when they are called first, as Triton is: where there is no card, there is no Triton.
+@torch.library.custom_op("gleaner::silu_mul", mutates_args=())
+def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    product: Tensor = swiglu_forward(gate, up)[2]
+    return product
+
+
+@_silu_mul.register_fake
+def _meta_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op("gleaner::silu_mul_backward_", mutates_args=("gate", "up"))
+def _silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> None:
+    from liger_kernel.ops.swiglu import swiglu_backward
+
+    swiglu_backward(gate, up, grad)
+
+
+@torch.library.custom_op("gleaner::rotate_", mutates_args=("query", "key"))
+def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    """query and key: [B, heads, L, D], views of contiguous [B, L, heads, D]."""
+    from liger_kernel.ops.rope import rope_backward, rope_forward
+
+    if back:
+        rope_backward(query, key, cos, sin)
+    else:
+        rope_forward(query, key, cos, sin)
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        product: Tensor = _silu_mul(gate, up)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        _silu_mul_backward(gate, up, grad.contiguous())
+        return gate, up
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(query, key, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_query: Tensor, to_key: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotated(to_query, to_key, *ctx.saved_tensors, back=True), None, None
+
+
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    _rotate(q, k, cos, sin, back)
+    return q, k
+
+
+# RMSNorm as one operation with a gradient of its own (Zhang and Sennrich 2019, 1910.07467).
+#
+#     y = w x r,   r = (mean(x^2) + eps)^(-1/2),   dx = r (a - n mean(a n)),   a = w dy,   n = r x
+#
+# transformers writes it as seven operations, each of which goes through [N, h] and of which autograd keeps two tensors
+# in float32. Here x is kept as it is and r, one number a row; everything in between is float32, as there, and rounded
+# once.
+
+aten = torch.ops.aten
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, on_card: bool) -> Tensor:
+    """[..., h] from x [..., h] and weight [h] of one type; differentiable once, in both."""
+    found: Tensor = _RmsNorm.apply(x, weight, eps, on_card)  # type: ignore[no-untyped-call]
+    return found
+
+
+def fuse_norms(lm: nn.Module, *, on_card: bool) -> None:
+    """Makes those modules of `lm` that compute an RMSNorm, and nothing else, compute it by rms_norm."""
+    answers: dict[Any, bool] = {}
+    for norm, eps in _candidates(lm):
+        kind = (type(norm), eps, norm.weight.shape)
+        if kind not in answers:
+            answers[kind] = _agrees(norm, eps)
+        if answers[kind]:
+            # On the instance, as learner.model.policy does it: no name changes.
+            norm.forward = partial(_forward, norm, eps, on_card)
+
+
+@torch.library.custom_op("gleaner::rms_norm", mutates_args=())
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y, and r in float32, on a card, where torch's operator is one kernel. Tensors without content take it apart
+    (learner.tools.meta_run); an operator of our own stays one for them, too."""
+    y, r = aten._fused_rms_norm(x, weight.shape, weight, eps)
+    return y, r
+
+
+@_normed.register_fake
+def _meta_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, on_card: bool) -> Tensor:
+        y: Tensor
+        y, r = _normed(x, weight, eps) if on_card else aten._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        ctx.on_card = on_card
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, r = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:2])
+        if ctx.on_card:  # torch has this operator for cards alone
+            to_x, to_weight = aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, wanted)
+            return to_x, to_weight, None, None
+        n = x * r  # float32, as r is
+        to_weight = (grad * n).flatten(0, -2).sum(0).to(weight.dtype) if wanted[1] else None
+        if not wanted[0]:
+            return None, to_weight, None, None
+        a = grad.float() * weight
+        mean = (a * n).mean(-1, keepdim=True)
+        return a.addcmul_(n, mean, value=-1).mul_(r).to(x.dtype), to_weight, None, None
+
+
+def _forward(norm: Any, eps: float, on_card: bool, x: Tensor) -> Tensor:
+    if x.dtype != norm.weight.dtype:
+        plain: Tensor = type(norm).forward(norm, x)
+        return plain
+    return rms_norm(x, norm.weight, eps, on_card=on_card)
+
+
+def _candidates(lm: nn.Module) -> Iterator[tuple[Any, float]]:
+    """Modules with one vector of weights and an epsilon, by any of the names that transformers gives it, which take the
+    states alone: a gate beside them would be lost."""
+    for module in lm.modules():
+        weights = dict(module.named_parameters())
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if list(weights) != ["weight"] or weights["weight"].ndim != 1 or not isinstance(eps, float):
+            continue
+        if len(signature(module.forward).parameters) == 1:
+            yield module, eps
+
+
+def _agrees(norm: nn.Module, eps: float) -> bool:
+    """Whether it is an RMSNorm, by trying: on rows of which one is so small that epsilon matters."""
+    with torch.device("cpu"), torch.no_grad():  # the model's own may be without content, or in shards
+        random = torch.Generator().manual_seed(0)
+        trial: Any = copy.copy(norm)
+        shape: torch.Size = trial.weight.shape
+        trial._parameters = {"weight": nn.Parameter(torch.empty(shape).normal_(generator=random))}
+        x = torch.randn(3, len(trial.weight), generator=random) * torch.tensor([[1.0], [30.0], [eps**0.5]])
+        try:
+            found = trial(x)
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other shapes
+            return False
+        return isinstance(found, Tensor) and torch.allclose(found, F.rms_norm(x, x.shape[1:], trial.weight, eps))
+
 
 log = logging.getLogger("learner")
 
@@ -48,7 +238,7 @@ def _fuse_mlps(lm: nn.Module) -> None:
     mlps: list[Any] = [module for module in lm.modules() if all(hasattr(module, name) for name in MLP)]
     fused = [mlp for mlp in mlps if _is_swiglu(mlp)]
     for mlp in fused:
-        # On the instance, as learner.model.activation_checkpointing does it: no name changes.
+        # On the instance, as learner.model.policy does it: no name changes.
         mlp.forward = partial(_mlp, mlp)
     log.info("SwiGLU by Liger's kernel: %d of %d MLPs; the plan counts on all but Gemma's", len(fused), len(mlps))
 

@@ -1,7 +1,7 @@
 """Hidden states -> logprobs of given tokens and entropy, without ever holding a [tokens, vocab] tensor.
 
 Letters: N tokens, V vocabulary, H hidden size. r = h W^T, z = f(r) / T are the logits at temperature T, with the f that
-the model applies to its output embedding's products (learner.model.logits; mostly f(r) = r), p = softmax(z).
+the model applies to its output embedding's products (learner.model.logprob; mostly f(r) = r), p = softmax(z).
 
 Under LoRA the head W is frozen and the loss reaches h only through one number per token, so that
     d logp[n] / d h[n] = (f'(r[n, y]) W[y] - sum_v p[n, v] f'(r[n, v]) W[v]) / T =: e[n]
@@ -15,14 +15,104 @@ Where the head is trained, its gradient sums over tokens what must not be kept p
 logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T, four matrix products in all.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from learner.model.logits import PLAIN, Logits
+# What some models do to the products of output embedding and hidden state before they are logits.
+#
+#     z = cap tanh(scale r / cap), or z = scale r without a cap
+# Granite and Cohere scale; Gemma 2 caps (2408.00118, section 2: "logit soft-capping").
+
+# Names in transformers' configs, and the exponent of the scale that each stands for.
+SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
+MULTIPLIES = ("hyperclovax",)  # by what others call logits_scaling and divide by
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+class Logits(NamedTuple):
+    """z as a function of r = head @ hidden, both in float32."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def of_(self, products: Tensor, temperature: float) -> Tensor:
+        """z / temperature, in the place of the products."""
+        if self.cap is None:  # usually both are 1, and a pass over the logits is saved
+            return products if temperature == self.scale else products.div_(temperature / self.scale)
+        return products.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
+
+    def bend_(self, logits: Tensor, temperature: float) -> Tensor:
+        """dz / dr / scale = 1 - (z / cap)^2 of z / temperature, in its place; only with a cap."""
+        assert self.cap is not None
+        return logits.mul_(temperature / self.cap).square_().neg_().add_(1.0)
+
+
+PLAIN = Logits()
+
+
+def logits_of(config: Any) -> Logits:
+    """By a transformers config of text. What its names do not tell, learner.model finds out by trying."""
+    scale, caps = 1.0, [cap for name in CAPS if (cap := getattr(config, name, None))]
+    for name, exponent in SCALES.items():
+        power = 1 if config.model_type in MULTIPLIES else exponent
+        scale *= float(getattr(config, name, None) or 1.0) ** power
+    return Logits(scale, float(caps[0]) if caps else None)
+
+
+# The output embedding in its operations (learner.model.logprob), whole on one rank or in shards over several.
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+GATHERED = "gathered"  # name of the method that a head in shards gets
+
+
+def with_head(
+    lm: Any, operation: Callable[Concatenate[Tensor, Tensor, P], T], hidden: Tensor, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """operation(hidden, head, ...), head [V, H]. Of a base in shards (learner.model.sharded_base) it is gathered for
+    the operation, and if it is trained once more for the backward pass; all ranks must be in both."""
+    module = lm.get_output_embeddings()
+    gathered = getattr(module, GATHERED, None)
+    if gathered is None:
+        return operation(hidden, module.weight, *args, **kwargs)
+    answer: T = gathered(operation, hidden, *args, **kwargs)
+    return answer
+
+
+def gather_in_operations(head: nn.Module) -> None:
+    """For a head that FSDP2 has divided: its hooks are at the module's methods, not at uses of its weight."""
+    from torch.distributed.fsdp import register_fsdp_forward_method  # here: slow to import, and few runs use it
+
+    def gathered(module: Any, operation: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return operation(hidden, module.weight, *args, **kwargs)
+
+    setattr(head, GATHERED, MethodType(gathered, head))
+    register_fsdp_forward_method(head, GATHERED)
+
+
+def begin_anew(lm: Any) -> None:
+    """After a pass that failed half-way: of a base in shards, what is gathered is let go, and FSDP2 forgets the pass.
+    Else its outermost modules would sum no gradients any more."""
+    for module in (lm.base_model, lm.get_output_embeddings()):
+        if hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+
+
+def check_ids(head: Tensor, highest: int) -> None:
+    """Raises ValueError if a token id is beyond the vocabulary of that head, [V, H]."""
+    if highest >= len(head):
+        raise ValueError(
+            f"token ids: must be below the vocabulary of model.path, {len(head)}, got {highest}; the rollouts were "
+            "made with another tokenizer or model"
+        )
+
 
 # Tokens and words of a tile, whose float32 logits are 16 MiB on a CPU and 64 MiB on a card. Each tile of tokens reads
 # the whole head twice: with 512 tokens that would take an H100 half as long again as their products.

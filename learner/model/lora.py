@@ -1,24 +1,410 @@
 """LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
 
+import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import peft
 import torch
+import torch.nn.functional as F
+from peft.tuners.lora import Linear, LoraLayer
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.adapter_config import AdapterError, check_same, read_adapter
 from learner.model.base import check_finite
-from learner.model.lora_targets import check_targets, lora_targets
 from learner.model.masters import difference
+from rollout.architecture import ATTENTION, has_experts
 from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.linear_layers import linear_layers
+
+# The arithmetic of LoRA layers that read one input, as one operation with a gradient of its own.
+#
+#     y_i = x W_i' + b_i + s_i h_i B_i',   h = x A',   A = all A_i, one below the other (Hu et al. 2021, section 4.1)
+#     dx = sum_i g_i W_i + u A,   u_i = s_i g_i B_i,   dA = u' x,   dB_i = s_i g_i' h_i
+#
+# PEFT writes `result + B(A(x)) * scaling`, layer by layer, so that a step goes through [N, out] twice more forwards, to
+# multiply and to add, and the input's gradient is the sum of two tensors per layer. Here products add to what is there
+# already, one thin product serves all layers, and what is kept is the same: x and h. The sum W + s B A is never formed:
+# rounded to 16 bits it would not be the policy that the generators serve. Of a layer in 4 bits bitsandbytes makes x W',
+# and W once more for dx, one layer at a time.
+#
+# Letters: N tokens, R rows of all A_i together. W_i and b_i are frozen.
+
+
+class Adapted(NamedTuple):
+    """A linear layer and the adapter on it, all of one type."""
+
+    weight: Tensor  # [out, in], or as bitsandbytes packs it
+    bias: Tensor | None  # [out]
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float
+    packing: Any = None  # bitsandbytes' QuantState, of a layer in 4 bits
+
+    def base(self, x: Tensor) -> Tensor:
+        """[..., out] of the layer without its adapter. No view of another tensor: models may write to it."""
+        if self.packing is None:
+            return F.linear(x, self.weight, self.bias)
+        from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]  # here: slow to import, and few runs use it
+
+        product: Tensor = matmul_4bit(x, self.weight, quant_state=self.packing, bias=self.bias)
+        return product
+
+    def whole(self) -> Tensor:
+        """[out, in], in the adapter's type."""
+        if self.packing is None:
+            return self.weight
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self.weight, self.packing)
+        return weight
+
+
+def adapted_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
+    """[..., out] of each layer, from x [..., in]; differentiable once, in x and in every a and b."""
+    return applied(_Linear, x, layers)
+
+
+def applied(function: type[torch.autograd.Function], x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
+    """What an autograd function makes of x, the layers' tensors and what else they have; layers_of puts them together
+    again."""
+    tensors = [tensor for layer in layers for tensor in layer[:4]]
+    outputs: tuple[Tensor, ...] = function.apply(x, [layer[4:] for layer in layers], *tensors)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def layers_of(tensors: Sequence[Tensor], rest: Sequence[tuple[float, Any]]) -> list[Adapted]:
+    quarters = (tensors[i::4] for i in range(4))
+    return [Adapted(w, bias, a, b, *others) for w, bias, a, b, others in zip(*quarters, rest, strict=True)]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest: list[tuple[float, Any]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        layers = layers_of(tensors, rest)
+        rows = x.reshape(-1, x.shape[-1])
+        hidden = rows @ _below(layers).t()  # [N, R]
+        outputs = []
+        for layer, h in zip(layers, _parts(hidden, layers), strict=True):
+            outputs.append(layer.base(x))
+            outputs[-1].view(len(rows), -1).addmm_(h, layer.b.t(), alpha=layer.scale)
+        ctx.save_for_backward(x, hidden, *tensors)
+        ctx.rest = rest
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, *tensors = ctx.saved_tensors
+        layers = layers_of(tensors, ctx.rest)
+        rows, slopes = x.reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
+        thin = torch.empty_like(hidden)  # u
+        found: list[Tensor | None] = []
+        for layer, g, h, u in zip(layers, slopes, _parts(hidden, layers), _parts(thin, layers), strict=True):
+            _scaled_product(g, layer.b, layer.scale, u)
+            found += [None, None, None, _scaled_product(g.t(), h, layer.scale, torch.empty_like(layer.b))]
+        found[2::4] = torch.split(thin.t() @ rows, [len(layer.a) for layer in layers])
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            to_input = slopes[0] @ layers[0].whole()
+            for layer, g in zip(layers[1:], slopes[1:], strict=True):
+                to_input.addmm_(g, layer.whole())
+            to_input = to_input.addmm_(thin, _below(layers)).view_as(x)
+        return to_input, None, *found
+
+
+def _below(layers: list[Adapted]) -> Tensor:
+    """[R, in]"""
+    return layers[0].a if len(layers) == 1 else torch.cat([layer.a for layer in layers])
+
+
+def _parts(wide: Tensor, layers: list[Adapted]) -> tuple[Tensor, ...]:
+    """[N, R] -> the columns of each layer."""
+    return torch.split(wide, [len(layer.a) for layer in layers], 1)
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
+    return torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+# LoRA layers in 16 bits on a CPU that has no instructions for products of 16 bits: multiplied in float32.
+#
+# There torch emulates them, at a fifth of the speed of float32 (Intel Ice Lake, one core: 31 and 157 GFLOP/s). The
+# mathematics are those of learner.model.lora, and what is given has 16 bits as there. h is not kept but computed
+# again. Rows are widened a tile at a time, and weights a layer at a time, so that little lies in float32.
+
+WIDENED_TILE = 1024  # rows
+# Of x86, by torch.cpu.get_capabilities(). Other processors are left to torch.
+INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+
+
+def slow_in(dtype: torch.dtype) -> bool:
+    """Whether this processor has no instructions for products of that type."""
+    there, wanted = torch.cpu.get_capabilities(), INSTRUCTIONS.get(dtype, ())
+    return there["architecture"] == "x86_64" and bool(wanted) and not any(there.get(name, False) for name in wanted)
+
+
+def widened_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
+    """[..., out] of each layer, from x [..., in], in x's type; differentiable once, in x and in every a and b."""
+    return applied(_WidenedLoraLinear, x, layers)
+
+
+class _WidenedLoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest: list[tuple[float, Any]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *tensors)
+        ctx.rest = rest
+        return tuple(_output(x, layer) for layer in layers_of(tensors, rest))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *tensors = ctx.saved_tensors
+        sums = torch.float32 if len(grads) > 1 else x.dtype
+        to_x = torch.zeros(x.shape, dtype=sums, device=x.device) if ctx.needs_input_grad[0] else None
+        found: list[Tensor | None] = []
+        for layer, grad in zip(layers_of(tensors, ctx.rest), grads, strict=True):
+            found += [None, None, *_slopes(x, layer, grad, to_x)]
+        return None if to_x is None else to_x.to(x.dtype), None, *found
+
+
+def _output(x: Tensor, layer: Adapted) -> Tensor:
+    weight, bias, a, b, scale, _ = _wide(layer)
+    y = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype, device=x.device)
+    for rows, into in zip(_tiles(x), _tiles(y), strict=True):
+        wide = rows.float()
+        into.copy_(F.linear(wide, weight, bias).addmm_(wide @ a.t(), b.t(), alpha=scale))
+    return y
+
+
+def _slopes(x: Tensor, layer: Adapted, grad: Tensor, to_x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of a and b; that of x is added to `to_x`."""
+    weight, _, a, b, scale, _ = _wide(layer)
+    to_a, to_b = torch.zeros_like(a), torch.zeros_like(b)
+    inputs = [None] * len(_tiles(x)) if to_x is None else _tiles(to_x)
+    for rows, slopes, into in zip(_tiles(x), _tiles(grad), inputs, strict=True):
+        wide, slope = rows.float(), slopes.float()
+        thin = scale * (slope @ b)
+        to_a.addmm_(thin.t(), wide)
+        to_b.addmm_(slope.t(), wide @ a.t(), alpha=scale)
+        if into is not None and into.dtype == torch.float32:
+            into.addmm_(slope, weight).addmm_(thin, a)
+        elif into is not None:  # of the one layer that reads x
+            into.copy_((slope @ weight).addmm_(thin, a))
+    return to_a.to(x.dtype), to_b.to(x.dtype)
+
+
+def _wide(layer: Adapted) -> Adapted:
+    """In float32."""
+    bias = None if layer.bias is None else layer.bias.float()
+    return Adapted(layer.whole().float(), bias, layer.a.float(), layer.b.float(), layer.scale)
+
+
+def _tiles(x: Tensor) -> tuple[Tensor, ...]:
+    """[..., width] -> rows of it, at most TILE at once; views, if it is contiguous."""
+    return torch.split(x.reshape(-1, x.shape[-1]), WIDENED_TILE)
+
+
+# Which of PEFT's LoRA layers are computed by learner.model.lora or widened_lora, and which of them together.
+#
+# Layers of one module that read the same tensor are a group (q, k and v of an attention block; gate and up of an MLP),
+# found by watching one pass, not by their names. The first that is called computes for all, and the others hand out
+# what it made. Everything else is left to PEFT: layers of another kind than nn.Linear, in 16 or 32 bits or in 4;
+# variants such as DoRA; an adapter that is switched off, merged, or not on every layer of the group.
+
+
+class _Ready:
+    """Outputs that a group's first layer made for those which are called next; empty between two passes."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+        self._outputs: dict[nn.Module, Tensor] = {}
+
+    def keep(self, x: Tensor, outputs: dict[nn.Module, Tensor]) -> None:
+        self._input, self._outputs = x, outputs
+
+    def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        """The layer's output for this very tensor, once."""
+        output = self._outputs.pop(layer, None) if x is self._input else None
+        if not self._outputs:
+            self._input = None
+        return output
+
+    def clear(self, *_: Any) -> None:
+        """To be called before a pass: one that broke off may have left some, and with them all that it kept."""
+        self._input, self._outputs = None, {}
+
+
+def fuse(lm: Any, run: Callable[[], object], *, on_card: bool) -> None:
+    """Makes the LoRA layers of `lm` compute in groups, if it has any. `run`: one pass through the model."""
+    homes = {layer: name.rpartition(".")[0] for name, layer in lm.named_modules() if _is_plain(layer)}
+    if not homes:
+        return
+    ready = _Ready()
+    lm.base_model.register_forward_pre_hook(ready.clear)
+    for group in _groups(homes, run):
+        widen = not on_card and slow_in(_type_of(group[0].base_layer))
+        for layer in group:
+            # On the instance, as learner.model.policy does it: no name changes.
+            layer.forward = partial(_forward, layer, group, ready, widen)
+
+
+def _forward(
+    layer: Any, group: Sequence[Any], ready: _Ready, widen: bool, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    made = ready.take(layer, x)
+    if made is not None:
+        return made
+    name = _adapter(group)
+    if name is None or args or kwargs:
+        output: Tensor = type(layer).forward(layer, x, *args, **kwargs)
+        return output
+    wanted = group if layer is group[0] else [layer]
+    linear = widened_linear if widen else adapted_linear
+    outputs = dict(zip(wanted, linear(x, [_adapted(one, name) for one in wanted]), strict=True))
+    own: Tensor = outputs.pop(layer)
+    if outputs:
+        ready.keep(x, outputs)
+    return own
+
+
+def _adapted(layer: Any, name: str) -> Adapted:
+    base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
+    return Adapted(base.weight, base.bias, a.weight, b.weight, layer.scaling[name], _packing(base))
+
+
+def _adapter(group: Sequence[Any]) -> str | None:
+    """The adapter that all layers of the group apply now, if it is one and the same."""
+    names = {name for layer in group for name in layer.active_adapters}
+    if len(names) != 1 or any(layer.disable_adapters or layer.merged for layer in group):
+        return None
+    (name,) = names
+    return name if all(name in layer.lora_A for layer in group) else None
+
+
+def _groups(homes: Mapping[Any, str], run: Callable[[], object]) -> Iterator[list[Any]]:
+    """Of the layers, each with the name of its module, in the order in which a pass calls them."""
+    inputs: dict[nn.Module, list[Tensor]] = {}
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: inputs.setdefault(layer, []).append(args[0]))
+             for layer in homes]  # fmt: skip
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups: dict[Any, list[Any]] = {}
+    for layer, seen in inputs.items():
+        shared = (homes[layer], id(seen[0])) if len(seen) == 1 else layer  # one that is called often stays alone
+        groups.setdefault(shared, []).append(layer)
+    yield from groups.values()
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """W x + s B A x, and nothing else: its types are one."""
+    if not isinstance(layer, LoraLayer) or type(layer) is not _kind_of(layer.base_layer) or layer.lora_variant:
+        return False
+    wanted = _type_of(layer.base_layer)
+    pairs = [part for name in layer.lora_A for part in (layer.lora_A[name], layer.lora_B[name])]
+    return all(part.bias is None and part.weight.dtype == wanted for part in pairs)
+
+
+def _kind_of(base: Any) -> type | None:
+    """PEFT's layer around it, if it is of a kind that is known here."""
+    if _packing(base) is None:
+        return Linear if type(base) is nn.Linear else None
+    from peft.tuners.lora.bnb import Linear4bit  # here: there is none without bitsandbytes
+
+    return Linear4bit if base.compute_dtype == _type_of(base) else None
+
+
+def _packing(base: Any) -> Any:
+    """bitsandbytes' QuantState, of a layer in 4 bits."""
+    return getattr(getattr(base, "weight", None), "quant_state", None)
+
+
+def _type_of(base: Any) -> torch.dtype:
+    """That its products are computed in."""
+    packing = _packing(base)
+    kind: torch.dtype = base.weight.dtype if packing is None else packing.dtype
+    return kind
+
+
+# Which linear layers of a model learner.lora.targets means: names for PEFT, from a model that may have no weights.
+
+log = logging.getLogger(__name__)
+
+Wanted = Literal["all-linear"] | list[str]
+
+
+def lora_targets(lm: Any, wanted: Wanted) -> list[str]:
+    """Names of layers, or ends of them. all-linear: every nn.Linear but the output embedding; of a model with experts
+    its attention. (PEFT's own all-linear takes experts and router, too, the fused ones with twice the rank.)
+
+    Raises:
+        ValueError: a name is none of a layer that can be adapted.
+    """
+    linear = linear_layers(lm)
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    if has_experts(lm.config.to_dict()):
+        return _attention(known, wanted)
+    if wanted == "all-linear":
+        return known
+    for target in wanted:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            raise ValueError(
+                f"learner.lora.targets: each must name linear layers of the model other than its output embedding, got "
+                f"{target!r}; known: {', '.join(known)}, or all-linear"
+            )
+    return wanted
+
+
+def check_targets(lm: Any, wanted: Wanted, found: Sequence[str], folder: str) -> None:
+    """Raises AdapterError if the layers of an adapter (target_modules of its folder) are none of the model that can be
+    adapted, or where all-linear is wanted not those that it means."""
+    try:
+        lora_targets(lm, list(found))
+    except ValueError as error:
+        words = str(error).removeprefix("learner.lora.targets: ")
+        raise AdapterError(f"model.adapter: target_modules of {folder}: {words}") from None
+    if wanted != "all-linear":
+        return
+    leaves, meant = ({name.rpartition(".")[2] for name in names} for names in (found, lora_targets(lm, wanted)))
+    if leaves != meant:
+        raise AdapterError(
+            f"model.adapter: target_modules of {folder} must be those of learner.lora.targets=all-linear, "
+            f"{', '.join(sorted(meant))}, got {', '.join(sorted(leaves))}; set learner.lora.targets to the adapter's"
+        )
+
+
+def _attention(known: list[str], wanted: Wanted) -> list[str]:
+    there = [name for name in ATTENTION if name in known]
+    if there != list(ATTENTION):
+        raise ValueError(
+            f"model.path: of a model with experts {', '.join(ATTENTION)} are adapted, and this one has "
+            f"{', '.join(known)}; give another architecture (docs/models.md)"
+        )
+    if wanted == "all-linear":
+        log.warning("learner.lora.targets: all-linear of a model with experts is its attention (%s): vLLM has no LoRA "
+                    "for experts on a CPU", ", ".join(there))  # fmt: skip
+        return there
+    for target in wanted:
+        if target.rpartition(".")[2] not in there:
+            raise ValueError(
+                f"learner.lora.targets: of a model with experts only {', '.join(there)} are adapted, since vLLM has no "
+                f"LoRA for experts on a CPU, got {target!r}; leave it out"
+            )
+    return wanted
+
 
 POLICY, REFERENCE = "default", "reference"
 

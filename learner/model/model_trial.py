@@ -15,7 +15,7 @@ import torch
 from learner.config import ModelConfig, RunConfig
 from learner.model.adapter_config import HEAD
 from learner.model.base import head_of, load_base
-from learner.model.logits import logits_of
+from learner.model.logprob import logits_of
 from learner.model.lora import POLICY, attach
 from learner.model.roles import without_head
 from rewards.config import adapters_of

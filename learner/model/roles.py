@@ -15,6 +15,7 @@ from typing import Any
 
 import peft
 import torch
+from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,9 +23,31 @@ from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, base_o
 from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
-from learner.model.scalar_head import ScalarHead
 from rollout.data.model_files import load_tokenizer
 from rollout.data.weight_files import WEIGHTS_FILE
+
+# A scalar head: one number of a hidden state, s = w . h, as transformers' sequence classification with one label has
+# it (`score`, without bias). Reward and value models are such a head and an adapter on the base of all roles.
+#
+# It is float32 over a base in 16 bits, too: a reward near 10 in bfloat16 would be rounded to a sixteenth.
+
+
+class ScalarHead(nn.Module):
+    """weight: [1, H], of any floating type."""
+
+    def __init__(self, weight: Float[Tensor, "1 H"]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().to(torch.float32))
+
+    @classmethod
+    def zeros(cls, width: int, device: torch.device) -> "ScalarHead":
+        """One that says 0 of every state; its first gradient is the states' and not 0."""
+        return cls(torch.zeros(1, width, device=device))
+
+    def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
+        """float32 numbers of the states, which may have 16 bits."""
+        return hidden.float() @ self.weight[0]
+
 
 REWARD = "reward_"  # and a number: names of reward models
 

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config import ModelConfig
-from learner.model.head import gather_in_operations
+from learner.model.base import tensor_files
+from learner.model.logprob import gather_in_operations
 from learner.model.masters import own_rows
-from learner.model.tensor_files import tensor_files
 from rollout.data.model_files import read_json
 from rollout.data.weight_names import check_fit
 

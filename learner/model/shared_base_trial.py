@@ -14,7 +14,7 @@ import torch
 
 from learner.config import RunConfig
 from learner.model.base import load_base
-from learner.model.mapped_base import no_views, refusal
+from learner.model.shared_base import no_views, refusal
 from learner.model.trial_note import tell
 from rollout.data.weight_files import WeightsError, model_weights
 from rollout.linear_layers import linear_layers

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from learner.batch.micro_batch import WholeBatch, whole_batches
 from learner.batch.rows import Rows
-from learner.batch.whole import WholeBatch, whole_batches
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig, rate_factor
 from learner.model.policy import Policy
 from learner.tools.pairs import Pair, PairsError
-from learner.trainer.learning_rate import rate_factor
 from learner.trainer.memory_limit import OutOfMemory, TokenBudget
 from learner.trainer.optimizer import Updater
 

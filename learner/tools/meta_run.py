@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_iter
 
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
-from learner.model.packed_attention import SEGMENTS, VARLEN
+from learner.config.settings import LearnerConfig
+from learner.model.attention import SEGMENTS, VARLEN
 from learner.trainer.trainer import Trainer
 from rollout.fake_groups import make_group
 from rollout.types import Completion

@@ -12,7 +12,12 @@ import numpy as np
 from cluster import threads
 from cluster.memory.units import LoraRank
 from learner.config import ModelConfig
-from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig, LoraConfig, ScheduleConfig
+from learner.config.settings import (
+    AUTO_TOKEN_BUDGET,
+    LearnerConfig,
+    LoraConfig,
+    ScheduleConfig,
+)
 from learner.tools.pairs import EVAL, Pair, PairsError, read_pairs
 from rollout.data import hub
 from rollout.data.chat import Chat, ChatError

@@ -7,8 +7,8 @@ line on stdout.
 import json
 import sys
 
+from learner.algo.loss import SurrogateError, try_surrogate
 from learner.algo.loss_config import LossConfig
-from learner.algo.own_surrogate import SurrogateError, try_surrogate
 from learner.config import RunConfig
 
 

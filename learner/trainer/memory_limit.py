@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cluster.memory.plan import gib
 from cluster.telemetry import peak_resident
+from learner.batch.micro_batch import shares
 from learner.batch.rows import Rows
-from learner.batch.shares import shares
-from learner.trainer.peers import Alone, Peers
+from learner.trainer.gradient_sums import Alone, Peers
 
 log = logging.getLogger("learner")
 

@@ -4,45 +4,288 @@ A plain class with `async` methods, so that it may live in another process. The 
 one thread of its own, in the order of the calls, and the event loop stays free to answer meanwhile.
 """
 
+import asyncio
+import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from cluster.actor import Shared
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
 from learner.batch.rows import read
 from learner.config import ModelConfig
-from learner.config.learner import AUTO_TOKEN_BUDGET, LearnerConfig
-from learner.model import activation_checkpointing
-from learner.model.head import check_ids
-from learner.model.mapped_base import MappedBase
+from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.model import policy as activation_checkpointing
+from learner.model.export import served_weights, update_of, write_weights
+from learner.model.logprob import check_ids
 from learner.model.policy import Policy
 from learner.model.roles import reward_roles
-from learner.trainer import trainer_state
-from learner.trainer.arithmetic import arithmetic_on
-from learner.trainer.base_thread import BaseThread
-from learner.trainer.forward_backward import Passes
-from learner.trainer.gradient_norm import DividedNorm
-from learner.trainer.gradient_sums import GradientSums, gradient_sums
+from learner.model.shared_base import MappedBase
+from learner.trainer import state as trainer_state
+from learner.trainer.float32_products import library
+from learner.trainer.forward_backward import ROLES, Passes
+from learner.trainer.gradient_sums import GradientSums, Peers, gradient_sums
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
-from learner.trainer.nonfinite_guard import NonFiniteGuard
-from learner.trainer.peers import Peers
-from learner.trainer.probe_answer import answer_of
-from learner.trainer.rng_state import random_state, set_random_state
-from learner.trainer.sender import Sender
+from learner.trainer.optimizer import AnyUpdater, updater_for, wants_masters
 from learner.trainer.service import Arithmetic, Exported, TrainerService
-from learner.trainer.stochastic_rounding import AnyUpdater, updater_for, wants_masters
-from learner.trainer.updates import Updates
-from learner.trainer.value_learner import value_learner, value_roles
+from learner.trainer.step import Updates, value_learner, value_roles
 from rollout.shared_base.manifest import Manifest
-from rollout.types import SentPolicy, WeightsInFile
+from rollout.tensor_digests import digests_of, read_of
+from rollout.types import Held, SentPolicy, WeightsInFile
 from rollout.weight_sync import Answer
+from rollout.weights_file import WeightsFile
+
+# With what this process computes: what the last bits of a step depend on, beside its settings and its rollouts.
+
+
+def arithmetic_on(device: torch.device) -> Arithmetic:
+    """Of the learner on that device."""
+    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else _processor()
+    # As a plain text: torch's own class of it would import torch in the driver, which reads this.
+    return Arithmetic(str(torch.__version__), name, torch.get_num_threads(), library())
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+# The one thread in which the learner works, so that its event loop stays free to say how it gets on.
+
+T = TypeVar("T")
+
+
+class WorkThread:
+    """Runs one piece of work after the other, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer", initializer=self._begin)
+
+    def _begin(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What the work returns or raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def computed(self) -> float:
+        """Seconds for which the thread has had a processor: they stand still while it waits for a lock or a device."""
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+
+
+# The learner's thread of work where the base belongs to a generator, which may be lost and replaced.
+
+CHECK_EVERY = 20  # versions between two looks at the content of the base, which read all of it
+
+
+class BaseThread(WorkThread):
+    """Work that computes with the base waits while there is none; other work does not.
+
+    base: what is mapped; None where the learner has a base of its own, which is always there.
+    """
+
+    def __init__(self, base: MappedBase | None) -> None:
+        super().__init__()
+        self._base = base
+        self._there = asyncio.Event()
+        self._there.set()
+        self._away, self._since = 0.0, 0.0  # seconds without the base, and when the present ones began
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """As `run`, once the base is there."""
+        while not self._there.is_set():  # again, since it may have gone before this task had its turn
+            await self._there.wait()
+        return await self.run(work)
+
+    async def detach(self) -> None:
+        """Lets the base go, after the work that is under way."""
+        assert self._base is not None, "the learner's base is its own"
+        if self._there.is_set():
+            self._there.clear()
+            self._since = time.monotonic()
+        await self.run(self._base.detach)
+
+    async def attach(self, manifest: Manifest) -> None:
+        """Takes the base of a fresh generator; what waits for it goes on."""
+        assert self._base is not None, "the learner's base is its own"
+        base = self._base
+        await self.run(lambda: base.attach(manifest))
+        self._away += time.monotonic() - self._since
+        self._there.set()
+
+    def check(self, version: int) -> None:
+        """Raises RuntimeError if the base was written to; looks at every CHECK_EVERY-th version. Part of some work."""
+        if self._base is not None and version % CHECK_EVERY == 0:
+            self._base.check()
+
+    def progress(self, *, on_cpu: bool) -> float:
+        """Seconds that grow while a step gets on: those without the base, for which it waits and does not hang; and on
+        a CPU those of computation (a thread that waits for a CUDA device computes, so there they would say nothing)."""
+        away = self._away + (0.0 if self._there.is_set() else time.monotonic() - self._since)
+        return away + (self.computed() if on_cpu else 0.0)
+
+
+# The learner's policies, on their way out of its process.
+
+
+class Sender:
+    """merged: whether an adapter goes out multiplied into the base's weights (learner.push)."""
+
+    def __init__(self, policy: Policy, *, merged: bool) -> None:
+        self.merged = merged
+        self._policy, self._file = policy, WeightsFile()
+
+    def outgoing(self, version: int, *, stays: bool) -> tuple[Shared[SentPolicy], Exported]:
+        """See TrainerService.outgoing."""
+        begun = time.perf_counter()
+        update: SentPolicy
+        if stays and (self.merged or self._policy.peft_config is None):
+            update = write_weights(self._policy, version, self._file, merged=self.merged)
+        else:
+            update = update_of(self._policy, version, merged=self.merged)
+        return Shared(update), Exported(update.policy_id, time.perf_counter() - begun)
+
+    def empty(self) -> WeightsInFile:
+        """See TrainerService.empty_weights."""
+        return self._file.pack(0, {}, self._policy.dtype)
+
+
+# The answer that a generator must give once it has the learner's policy; its own answer is compared with it.
+
+
+@torch.no_grad()
+def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: bool) -> Answer:
+    """What a generator that holds this policy answers to a probe of these tokens.
+
+    Raises ValueError for fewer than two of them, or an id beyond the vocabulary.
+    """
+    started = time.perf_counter()
+    if len(token_ids) < 2:
+        raise ValueError(f"token_ids: at least two are needed for a logprob, got {len(token_ids)}")
+    check_ids(policy.head, max(token_ids))
+    ids = torch.tensor(token_ids, device=policy.head.device)
+    states = policy.hidden(ids[None, :-1])
+    logprobs = policy.token_logprobs(states, ids[1:], 1.0)
+    held = held_of(policy, version, merged=merged)
+    return Answer(np.asarray(logprobs.cpu().numpy()), held, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
+    """Digests of the policy as learner.model.export.update_of sends it. They are made from the weights, one tensor at a
+    time, and not from the payload, so that a fault in the payload is found as well."""
+    if merged or policy.peft_config is None:
+        return Held(digests_of(_merged(policy, version) if merged else _whole(policy, version)))
+    return Held(digests_of(_adapter(policy)))
+
+
+def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    scalings = policy.scalings()
+    for name, master in policy.masters.items():
+        sent = master.detach().to("cpu", policy.dtype, copy=True)
+        module, _, matrix = name.removesuffix(".weight").rpartition(".")
+        # In the engine's type, and rounded to it, as vLLM does it once on loading.
+        if matrix == "lora_B":
+            sent.mul_(scalings[module])
+        yield from served_weights(policy.model_type, {name: sent}).items()
+
+
+def _whole(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
+    for name in policy.masters:
+        yield name, policy.trained.whole(name, lambda weight: read_of(weight, version, policy.dtype))
+
+
+def _merged(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
+    for name, source in policy.merged().items():
+        place = torch.empty(source.shape, dtype=policy.dtype, device=policy.head.device)
+        source.write(place)
+        yield name, read_of(place, version, policy.dtype)
+
+
+# Every random number generator that training may draw from, as values that torch.load(weights_only=True) accepts.
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of Python, numpy, torch on the CPU, and torch on `device`."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.tensor(keys, dtype=torch.int64), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """What random_state returned."""
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# What ends a run whose loss or gradient is not finite step after step.
+
+MAX_IN_A_ROW = 3  # updates that were skipped
+
+
+class NonFiniteGuard:
+    """in_a_row: steps so far of which every update was skipped."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def after(self, failed: str | None, metrics: Mapping[str, float], *, may_overflow: bool, step: int) -> None:
+        """After each step. RuntimeError at the third in a row that was skipped.
+
+        failed: the role all of whose updates were skipped (learner.trainer.forward_backward.ROLES); None: there is
+        none. may_overflow: the loss scale of float16, not the model, may be to blame: an overflow halves it, and is no
+        fault of the run until the scale is down to 1.
+        """
+        self.in_a_row = self.in_a_row + 1 if failed and not may_overflow else 0
+        if failed and self.in_a_row >= MAX_IN_A_ROW:
+            names = ROLES[failed]
+            raise RuntimeError(
+                f"loss/skipped_nonfinite: the {failed}'s loss and gradient norm must be finite, they were not in "
+                f"{self.in_a_row} steps in a row (last: step {step}, {names.loss} {metrics[names.loss]}, {names.norm} "
+                f"{metrics[names.norm]}); the weights are those before them. Lower {names.rate}, or look at the last "
+                "steps' rollouts"
+            )
+
+
+# The norm of a gradient of which each rank has some rows (learner.model.sharded_base).
+
+
+class DividedNorm:
+    """whole: weights that every rank has, with the same gradient. rows: this rank's of the others. Each rank that calls
+    it waits for the others, and gets the same number."""
+
+    def __init__(self, whole: Iterable[Tensor], rows: Iterable[Tensor], peers: Peers) -> None:
+        self._whole, self._rows, self._peers = list(whole), list(rows), peers
+
+    def __call__(self) -> Tensor:
+        square = _norm(self._rows).square().to(self._rows[0].device)
+        self._peers.sum(square)
+        return (square + _norm(self._whole).square()).sqrt()
+
+
+def _norm(weights: Iterable[Tensor]) -> Tensor:
+    return get_total_norm([weight.grad for weight in weights if weight.grad is not None])
 
 
 class Trainer(TrainerService):
@@ -215,7 +458,7 @@ def _policy(
     return Policy(
         model,
         learner.lora if learner.mode == "lora" else None,
-        checkpointing=activation_checkpointing.resolve(learner.checkpointing, device),
+        checkpointing=activation_checkpointing.resolve_checkpointing(learner.checkpointing, device),
         seed=seed,
         device=device,
         offload=learner.offload_boundaries,
@@ -230,7 +473,7 @@ def _read(folder: Path, policy: Policy, updates: Updates, peers: Peers) -> dict[
     """The state of a checkpoint; the weights are set."""
     if not policy.trained.divided and not (folder / trainer_state.SHARDS).is_dir():
         return trainer_state.read(folder, policy)
-    from learner.trainer.divided_state import DividedState  # here: slow to import, and few runs use it
+    from learner.trainer.state import DividedState  # here: slow to import, and few runs use it
 
     return DividedState(policy, updates.updater.optimizers, peers).read(folder)
 

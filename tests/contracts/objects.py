@@ -129,8 +129,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "node._ray_params": ("ray._private.parameter.RayParams",),
     },
     "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},
-    "learner/model/base.py": {"library": PLAIN, "library.nn": ("bitsandbytes.nn",)},
-    "learner/model/meta_base.py": {"name2qmap": PLAIN},
+    "learner/model/base.py": {"library": PLAIN, "library.nn": ("bitsandbytes.nn",), "name2qmap": PLAIN},
 }
 
 # Functions whose dictionaries become the keywords of a call.
@@ -142,7 +141,7 @@ CALLED_WITH = {
     "rollout/vllm/arguments.py:_cuda_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/shards.py:shard_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/startup.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
-    "learner/model/packed_attention.py:_by_varlen": "torch.nn.attention.varlen.varlen_attn",
+    "learner/model/attention.py:_by_varlen": "torch.nn.attention.varlen.varlen_attn",
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",
 }
 

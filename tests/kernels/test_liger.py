@@ -14,8 +14,8 @@ import triton.language as tl
 from transformers import LlamaConfig, Qwen3Config
 from triton.runtime import interpreter
 
-from learner.model.activation_checkpointing import Policy, apply
-from learner.model.card_ops import rotate, silu_mul
+from learner.model.fusion import rotate, silu_mul
+from learner.model.policy import CheckpointPolicy, apply
 from tests.learner.model.test_fusion import fuse_for_a_card, gradients, model_of
 from tests.learner.model.test_policy import SMALL
 
@@ -37,7 +37,7 @@ def floats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_values_and_gradients_are_transformers(name: str, checkpointing: Policy) -> None:
+def test_values_and_gradients_are_transformers(name: str, checkpointing: CheckpointPolicy) -> None:
     wanted, found = (model_of(CONFIGS[name], torch.float32) for _ in range(2))
     fuse_for_a_card(found)
     apply(found, checkpointing, name)

@@ -20,8 +20,8 @@ import pyarrow as pa
 import torch
 
 from learner.ranks.group import Group
-from learner.ranks.rank_trainer import RankTrainer
-from learner.ranks.service import Meeting, Return
+from learner.ranks.rank import RankTrainer
+from learner.ranks.ranks import Meeting, Return
 from tests.learner.trainers import make_trainer
 
 HOST, DEADLINE_S = "127.0.0.1", 60.0

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.config.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.ranks.group import Group
-from learner.ranks.rank_trainer import RankTrainer
-from learner.ranks.sharded_rank import ShardedRank
+from learner.ranks.rank import RankTrainer, ShardedRank
 from learner.trainer.trainer import Trainer
 from rollout.schema import ragged
 from tests.learner import naive

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from learner.algo.loss import Tokens
 from learner.algo.surrogates import SURROGATES
-from learner.algo.tokens import Tokens
 
 
 class Weighted(NamedTuple):

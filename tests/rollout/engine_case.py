@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from examples.random_model import make_adapter
-from learner.model.lora_merge import merged
+from learner.model.policy import merged
 from rollout.engine import EngineSettings
 from rollout.safetensors_stream import pack
 from rollout.types import Adapter, Completion, Sampling, Weights

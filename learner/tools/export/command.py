@@ -13,7 +13,7 @@ from cluster.memory.plan import gib
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
-from learner.model.bitsandbytes_import import quiet
+from learner.model.base import quiet
 from learner.tools.as_trained import AsTrained, as_trained
 from learner.tools.export import gguf
 from learner.tools.export.card import Exported, card

@@ -14,8 +14,8 @@ from cluster.memory.learner import WIDENED_ROWS, step_bytes
 from cluster.memory.learning import Learning, Micro, ReferenceKind
 from cluster.memory.shape import SHAPES
 from cluster.memory.units import Checkpointing, OptimizerKind, total
-from learner.config.learner import LearnerConfig
-from learner.model import widened_lora
+from learner.config.settings import LearnerConfig
+from learner.model import lora
 from learner.tools.meta_run import Footprint, footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
@@ -100,7 +100,7 @@ def test_a_value_adds_its_states_and_nothing_to_what_a_step_takes(
 def test_on_a_cpu(name: str, policy: Checkpointing, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has no instructions for products of 16 bits, whatever this one has."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
-    assert WIDENED_ROWS == widened_lora.TILE
+    assert WIDENED_ROWS == lora.WIDENED_TILE
     shape = replace(SHAPES[name], layers=4)
     settings = {"checkpointing": policy, "token_budget": 2648}
     groups = [(256, [300] * 8), (257, [299] * 8)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algo.gae import gae, whitened
+from learner.algo.advantage import gae, whitened
 
 
 def found(values: list[float], rewards: list[float], mask: list[bool], lengths: list[int], **how: float) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algo.coefficients import LOSSES
+from learner.algo.advantage import LOSSES
 from learner.algo.loss import kl_to_reference, metrics_of, token_loss
 from learner.algo.loss_config import LossConfig
 from tests.learner import naive

@@ -9,10 +9,9 @@ import pyarrow as pa
 import pytest
 
 from learner.algo.loss_config import LossConfig
-from learner.algo.ppo import assess, token_rewards
-from learner.algo.targets import learnable, targets_of
+from learner.algo.targets import assess, learnable, targets_of, token_rewards
 from learner.batch.rows import Rows, read
-from learner.config.learner import LearnerConfig, ValueConfig
+from learner.config.settings import LearnerConfig, ValueConfig
 from rollout.schema import SCHEMA
 from tests.learner.rollouts import make_group, uniform
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.algo.loss import token_loss
+from learner.algo.loss import log_ratio_of, token_loss
 from learner.algo.loss_config import LossConfig
-from learner.algo.tokens import log_ratio_of
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from tests.learner import naive
 from tests.learner.tokens import batch_of
 from tests.learner.weighted import BOUNDS, RATIOS, clip, gspo

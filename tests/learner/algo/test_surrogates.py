@@ -14,12 +14,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from learner.algo import surrogates
-from learner.algo.loss import token_loss
+from learner.algo.loss import Tokens, log_ratio_of, token_loss
 from learner.algo.loss_config import LossConfig
 from learner.algo.surrogates import SURROGATES, Surrogate
-from learner.algo.tokens import Tokens, log_ratio_of
 from learner.config import load
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from tests.learner import hand_slopes
 from tests.learner.tokens import batch_of
 from tests.loss_table import table

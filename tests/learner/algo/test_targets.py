@@ -9,7 +9,7 @@ import pytest
 from learner.algo.loss_config import LossConfig
 from learner.algo.targets import targets_of
 from learner.batch.rows import read
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from tests.learner.rollouts import make_group, uniform
 
 GROUPS: list[dict[str, Any]] = [  # completions of 2, 3 and 4 tokens, the last cut off; of 1 and 5 tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algo.tokens import Tokens, log_ratio_of
+from learner.algo.loss import Tokens, log_ratio_of
 
 LOGPROBS, BEHAVIOR = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algo.value_loss import explained_variance, value_loss, value_metrics_of
+from learner.algo.loss import explained_variance, value_loss, value_metrics_of
 
 
 def test_by_hand_with_and_without_a_clip() -> None:

@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from learner import InputError, TrainError, TrainResult, evaluate, plan, train
-from learner.api.inputs import Inputs
-from learner.api.metrics_lines import MetricsLines
-from learner.api.settings import ARGUMENTS, checked, tree_of
+from learner.api.calls import MetricsLines
+from learner.api.settings import ARGUMENTS, Inputs, checked, tree_of
 from learner.tools.eval_scores import Estimate
 from rewards.loader import load
 from rollout.data import files
@@ -174,8 +173,8 @@ def test_the_examples_of_the_documents_are_calls_that_are_accepted(
         calls.append(written(tmp_path / "inputs", **first, **settings))
         return TrainResult(tmp_path, None, None, [])
 
-    monkeypatch.setattr("learner.api.training.train", accepts)
-    monkeypatch.setattr("learner.api.evaluating.evaluate", lambda *_, **__: Found())
+    monkeypatch.setattr("learner.api.calls.train", accepts)
+    monkeypatch.setattr("learner.api.calls.evaluate", lambda *_, **__: Found())
     names = {"__name__": "__main__"}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         if not block.startswith("# TRL"):
@@ -213,7 +212,7 @@ def test_a_run_is_scored_as_it_was_learned_or_with_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("learner.api.evaluating._evaluated", lambda folder, asked: given.append(asked))
+    monkeypatch.setattr("learner.api.calls._evaluated", lambda folder, asked: given.append(asked))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written(tmp_path / "inputs")))
     with pytest.raises(InputError, match="has neither adapter/ nor model/, so it has no checkpoint yet"):
         evaluate(run=tmp_path)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from learner import InputError, RunFailed, TrainResult, train
-from learner.api import training
+from learner.api import calls
 
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CHILD", "tests.learner.api.stand_in")
+    monkeypatch.setattr(calls, "CHILD", "tests.learner.api.stand_in")
 
 
 def run(folder: Path, **settings: Any) -> TrainResult:

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.batch.micro_batch import MicroBatch, micro_batches
-from learner.batch.pieces import fine_budget
+from learner.batch.micro_batch import MicroBatch, fine_budget, micro_batches, shares
 from learner.batch.rows import Rows, read
-from learner.batch.shares import shares
 from tests.learner.rollouts import make_groups, uniform
 
 

@@ -1,11 +1,11 @@
-"""Each rule of learner.config.rules: what breaks it, what is said, and what next to it is allowed."""
+"""Each rule of learner.config.run: what breaks it, what is said, and what next to it is allowed."""
 
 import re
 
 import pytest
 
 from learner.config.load import ConfigError, load_config
-from learner.config.rules import RULES
+from learner.config.run import RULES
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: format}]"]
 FULL, CLIP = "learner.mode=full", "learner.loss.ratio=clip"

@@ -27,8 +27,8 @@ from learner.driver.input_checks import (
     adapter_notes,
 )
 from learner.model.adapter_config import AdapterError
-from learner.model.meta_base import without_weights
-from learner.model.served_names import served_config, served_weights
+from learner.model.base import without_weights
+from learner.model.export import served_config, served_weights
 from learner.model.shared_base_trial import not_by_rows
 from learner.tools.eval_generators import policy_of
 from rollout.data.chat import Chat

@@ -19,9 +19,7 @@ from learner.driver.identity import FILE, Fingerprints, ResumeError, check_same_
 from learner.driver.preflight import prepare
 from learner.driver.roles import Wanted, look, needs, worker_spec
 from learner.main import main
-from learner.model.base import load_base
-from learner.model.bitsandbytes_import import has_4_bit_layers
-from learner.model.tensor_files import tensor_files
+from learner.model.base import has_4_bit_layers, load_base, tensor_files
 from learner.tools.eval_command import Asked, _meant
 from learner.tools.export.tokenizer_files import write_tokenizer
 from learner.tools.report.words import Words

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
-from learner.model.activation_checkpointing import resolve
-from learner.model.policy import Policy
+from learner.config.settings import LoraConfig
+from learner.model.policy import Policy, resolve_checkpointing
 from tests.learner.model.test_policy import SMALL, save_model
 
 LAYERS = 3
@@ -128,6 +127,6 @@ def test_refusals_name_the_setting(path: str, tmp_path: Path) -> None:
 
 
 def test_auto_without_a_plan() -> None:
-    assert resolve("auto", torch.device("cpu")) == "none"
-    assert resolve("auto", torch.device("cuda")) == "full"
-    assert resolve(2, torch.device("cpu")) == 2
+    assert resolve_checkpointing("auto", torch.device("cpu")) == "none"
+    assert resolve_checkpointing("auto", torch.device("cuda")) == "full"
+    assert resolve_checkpointing(2, torch.device("cpu")) == 2

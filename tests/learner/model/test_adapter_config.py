@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.adapter_config import AdapterError, follow, read_adapter
 
 PLAIN: dict[str, Any] = {

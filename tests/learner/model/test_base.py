@@ -16,9 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
-from learner.model.base import load_base
-from learner.model.meta_base import without_weights
+from learner.config.settings import LoraConfig
+from learner.model.base import load_base, without_weights
 from learner.model.policy import Policy
 from rollout.data.weight_files import WeightsError
 from rollout.engine import EngineSettings

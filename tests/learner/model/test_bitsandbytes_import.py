@@ -7,7 +7,7 @@ import pytest
 
 CODE = """
 import sys
-from learner.model.bitsandbytes_import import left_out
+from learner.model.base import left_out
 with left_out():
     from learner.trainer.trainer import Trainer
 import peft

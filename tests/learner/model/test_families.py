@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from examples.random_families import make_family
 from learner.config import ModelConfig
-from learner.model.export import export, update_of
-from learner.model.lora_targets import lora_targets
+from learner.model.export import export, served_config, served_weights, update_of
+from learner.model.lora import lora_targets
 from learner.model.policy import Policy
-from learner.model.served_names import served_config, served_weights
 from rollout.types import Adapter
 from tests.learner.model.test_packing_check import random_adapter
 from tests.learner.model.test_policy import make_policy

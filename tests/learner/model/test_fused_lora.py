@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
-from learner.model import lora_groups, widened_lora
-from learner.model.fused_lora import Adapted, adapted_linear
-from learner.model.lora import acting_as
+from learner.config.settings import LoraConfig
+from learner.model import lora
+from learner.model.lora import Adapted, acting_as, adapted_linear, slow_in, widened_linear
 from learner.model.policy import Policy
-from learner.model.widened_lora import slow_in, widened_linear
 from tests.learner.model.test_policy import SMALL, make_policy, save_model
 
 
@@ -122,7 +120,7 @@ def test_widened_sums_are_rounded_once_whatever_the_tile(monkeypatch: pytest.Mon
     wide = x.float() @ weight.float().t() + 0.5 * (x.float() @ a.float().t()) @ b.float().t()
     assert (found != wide.bfloat16()).float().mean() < 0.02  # but for the order of the sums
     slopes = torch.autograd.grad(found.sum(), (x, a, b))
-    monkeypatch.setattr(widened_lora, "TILE", 7)
+    monkeypatch.setattr(lora, "WIDENED_TILE", 7)
     (tiled,) = widened_linear(x, [layer])
     for one, other in zip((tiled, *torch.autograd.grad(tiled.sum(), (x, a, b))), (found, *slopes), strict=True):
         assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()
@@ -178,7 +176,7 @@ def test_a_model_computes_as_with_peft(
         id(module.lora_A["default"].weight): path.rpartition(".")[2]
         for path, module in policy._lm.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
     }  # fmt: skip
-    monkeypatch.setattr(lora_groups, "adapted_linear", watched)
+    monkeypatch.setattr(lora, "adapted_linear", watched)
     found, found_grads = run(policy)
     assert sorted(set(seen)) == sorted(GROUPS)
     unfused(policy)

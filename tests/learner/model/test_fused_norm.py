@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from examples.random_families import make_family
-from learner.model.fused_norm import fuse_norms, rms_norm
+from learner.model.fusion import fuse_norms, rms_norm
 
 
 def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from examples.random_families import FAMILIES, make_family
 from learner.model import fusion
-from learner.model.activation_checkpointing import Policy, apply
+from learner.model.policy import CheckpointPolicy, apply
 from tests.learner.model.test_policy import SMALL
 
 CONFIGS: dict[str, Any] = {
@@ -88,7 +88,7 @@ def exchanged(lm: nn.Module) -> set[str]:
 @pytest.mark.parametrize(("name", "parts"), [
     ("llama", {"mlp", "ion"}), ("qwen2", {"mlp", "ion"}), ("qwen3", {"mlp", "ion"}), ("llama, gelu", {"ion"}),
 ])  # fmt: skip
-def test_values_and_gradients_are_transformers(name: str, parts: set[str], checkpointing: Policy) -> None:
+def test_values_and_gradients_are_transformers(name: str, parts: set[str], checkpointing: CheckpointPolicy) -> None:
     wanted, found = model_of(CONFIGS[name]), model_of(CONFIGS[name])
     fuse_for_a_card(found)
     assert exchanged(found) == parts

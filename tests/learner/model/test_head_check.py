@@ -19,8 +19,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from learner.model.logits import PLAIN, Logits, logits_of
-from learner.model.logprob import token_logprobs
+from learner.model.logprob import PLAIN, Logits, logits_of, token_logprobs
 from tests.learner.model.test_policy import SMALL, make_policy, save_model
 from tests.rollout.data.test_weight_names import changed, having
 

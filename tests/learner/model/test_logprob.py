@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.model.logits import PLAIN, Logits
-from learner.model.logprob import policy_logprobs, token_logprobs
+from learner.model.logprob import PLAIN, Logits, policy_logprobs, token_logprobs
 from tests.peak import peak_bytes
 
 CAPPED, SCALED = Logits(cap=3.0), Logits(scale=0.25)

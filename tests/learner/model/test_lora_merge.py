@@ -16,10 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.export import update_of
-from learner.model.lora_merge import merged
-from learner.model.policy import Policy
+from learner.model.policy import Policy, merged
 from learner.model.roles import ScoredRole
 from rollout.types import Weights
 from tests.learner.adapters import written_value

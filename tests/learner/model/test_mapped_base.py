@@ -13,10 +13,10 @@ from torch import Tensor
 
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.logprob import policy_logprobs
-from learner.model.mapped_base import MappedBase
 from learner.model.policy import Policy
+from learner.model.shared_base import MappedBase
 from rollout.shared_base.manifest import BaseNotShared, View
 from tests.learner.model.test_packing_check import random_adapter
 from tests.shared_bases import Owner, manifest_of, mappings, owner_of

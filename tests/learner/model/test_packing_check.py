@@ -17,11 +17,10 @@ from learner.batch import micro_batch
 from learner.batch.layout import Layout, Segment
 from learner.batch.micro_batch import micro_batches
 from learner.batch.rows import Rows
-from learner.model import capped_attention, packed_attention, packing_check
+from learner.model import attention, packing_check
+from learner.model.attention import attend_tiles, kernels
 from learner.model.logprob import policy_logprobs
-from learner.model.packed_attention import kernels
 from learner.model.packing_check import Difference
-from learner.model.segment_attention import attend_tiles
 from tests.learner.model.test_policy import make_policy, save_model
 
 SMALL: dict[str, Any] = {
@@ -173,7 +172,7 @@ def shifted(first: int, tokens: slice) -> Any:
 
 
 def policy_with(monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: str, **wrong: Any) -> Any:
-    monkeypatch.setattr(packed_attention, "attend_tiles", wrong.get("kernel", attend_tiles))
+    monkeypatch.setattr(attention, "attend_tiles", wrong.get("kernel", attend_tiles))
     monkeypatch.setattr(micro_batch, "_pack", wrong.get("pack", micro_batch._pack))
     return make_policy(save_model(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 6}), folder), dtype=dtype)
 
@@ -263,9 +262,9 @@ def test_a_kernel_that_ignores_segments_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float) -> Tensor:
-        return packed_attention._plain(query, key, value, scale, None)
+        return attention._plain(query, key, value, scale, None)
 
-    monkeypatch.setattr(packed_attention, "attend_tiles", ignore)
+    monkeypatch.setattr(attention, "attend_tiles", ignore)
     assert_padded(CONFIGS["llama"], tmp_path, caplog, "rows differ by")
 
 
@@ -329,8 +328,8 @@ def test_both_kernels_are_the_plain_attention(
     window: int | None, kv_heads: int, asks_for_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for the CUDA kernel, so that what it is given is tested here; torch 2.11 has no enable_gqa."""
-    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen if asks_for_groups else without_groups)
-    monkeypatch.setattr(packed_attention, "ASKS_FOR_GROUPS", asks_for_groups)
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen if asks_for_groups else without_groups)
+    monkeypatch.setattr(attention, "ASKS_FOR_GROUPS", asks_for_groups)
     layout = Layout([Segment(0, 4), Segment(4, 7, 0, 4), Segment(7, 8, 0, 4), Segment(8, 13)])
     seen = torch.zeros(13, 13, dtype=torch.bool)
     for own in layout.segments:
@@ -340,17 +339,17 @@ def test_both_kernels_are_the_plain_attention(
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 13, 8) for heads in (4, kv_heads, kv_heads))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
-    for kernel in (packed_attention._by_segments, packed_attention._by_varlen):
+    for kernel in (attention._by_segments, attention._by_varlen):
         assert torch.allclose(kernel(q, k, v, layout, 0.3, window).transpose(1, 2), wanted, atol=1e-6)
 
 
 def test_capped_attention_is_the_plain_formula_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capped_attention, "QUERIES", 5)
+    monkeypatch.setattr(attention, "QUERIES", 5)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 13, 8, requires_grad=True) for heads in (4, 2, 2))
     keys, values = (t.repeat_interleave(2, 1) for t in (k, v))
     for window in (None, 4):
-        found = packed_attention._plain(q, k, v, 0.7, window, cap=0.5)
+        found = attention._plain(q, k, v, 0.7, window, cap=0.5)
         scores = 0.5 * (0.7 * torch.einsum("bhqd,bhkd->bhqk", q, keys) / 0.5).tanh()
         distance = torch.arange(13)[:, None] - torch.arange(13)
         unseen = (distance < 0) | (distance >= (window or 13))
@@ -362,4 +361,4 @@ def test_capped_attention_is_the_plain_formula_over_several_tiles(monkeypatch: p
 
 
 def test_the_kernel_follows_device_and_type() -> None:
-    assert kernels(torch.device("cpu"), torch.bfloat16) == [packed_attention.SEGMENTS]
+    assert kernels(torch.device("cpu"), torch.bfloat16) == [attention.SEGMENTS]

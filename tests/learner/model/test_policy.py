@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, MambaConfig, OPTConfig
 
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.logprob import token_logprobs
 from learner.model.policy import Policy
 from rollout.architecture import ArchitectureError

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.config import ModelConfig
-from learner.config.learner import OptimizerConfig
+from learner.config.settings import OptimizerConfig
 from learner.model.policy import Policy
 from learner.model.reference import _narrowed
 from learner.trainer.trainer import Trainer

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from learner.config import ModelConfig
-from learner.config.learner import LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.adapter_config import HEAD, AdapterError, read_scored
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from learner.model.segment_attention import TILE, attend_tiles
+from learner.model.attention import TILE, attend_tiles
 from tests.peak import peak_bytes
 
 Family = tuple[int, list[int]]  # tokens of a prompt, tokens of its completions

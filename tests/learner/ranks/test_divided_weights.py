@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from cluster.memory.sharded import FILE_BYTES
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
-from learner.config.learner import OptimizerConfig
-from learner.model.head import begin_anew
-from learner.trainer import divided_state
+from learner.config.settings import OptimizerConfig
+from learner.model.logprob import begin_anew
+from learner.trainer import state
 from rollout.safetensors_stream import unpack
 from tests.learner.rank_processes import Failed, rank_processes
 from tests.learner.rollouts import make_groups, uniform
@@ -67,7 +67,7 @@ async def after_a_failed_pass(trainer: Any, groups: list[pa.Table], count: int) 
 
 async def save(trainer: Any, folder: Path, file_bytes: int = FILE_BYTES) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divided_state, "FILE_BYTES", file_bytes)
+        patch.setattr(state, "FILE_BYTES", file_bytes)
         return await trainer.save(folder)
 
 

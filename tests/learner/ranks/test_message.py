@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.ranks.message import packed, unpacked
+from learner.ranks.group import packed, unpacked
 
 
 def test_values_and_tensors_arrive_to_the_bit() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from learner.algo.loss_config import LossConfig
-from learner.ranks.rank_trainer import check_alike
+from learner.ranks.rank import check_alike
 from tests.learner.rank_processes import (
     Failed,
     doomed_step,

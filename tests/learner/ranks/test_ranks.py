@@ -14,11 +14,8 @@ from cluster.actor import ActorDied, Local, RemoteError, Unusable
 from cluster.config import DeadlineConfig
 from learner.driver.failure import LearnerLost, WatchedLearner
 from learner.driver.local import FakeTrainer
-from learner.ranks import calls as module
-from learner.ranks.calls import all_of
-from learner.ranks.ranks import Ranks
-from learner.ranks.regroup import IN_A_ROW, Regroup
-from learner.ranks.service import PEER_LOST, Meeting, Return
+from learner.ranks import ranks as module
+from learner.ranks.ranks import IN_A_ROW, PEER_LOST, Meeting, Ranks, Regroup, Return, all_of
 from learner.trainer.service import TrainerService
 from rollout.weight_sync import Answer
 

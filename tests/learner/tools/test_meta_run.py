@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
-from learner.model.packed_attention import VARLEN
+from learner.config.settings import LearnerConfig
+from learner.model.attention import VARLEN
 from learner.tools.meta_run import _as_on, footprint
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_group, uniform

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.config.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
 from learner.tools.bradley_terry import ROLE, PairLearner, _loss

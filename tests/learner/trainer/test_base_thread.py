@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from examples.random_model import make_tiny_model
-from learner.model.mapped_base import MappedBase
-from learner.trainer import base_thread
-from learner.trainer.base_thread import CHECK_EVERY, BaseThread
+from learner.model.shared_base import MappedBase
+from learner.trainer import trainer
+from learner.trainer.trainer import CHECK_EVERY, BaseThread
 from tests.shared_bases import Owner, owner_of
 
 
@@ -80,4 +80,4 @@ def test_the_base_is_looked_at_every_so_many_versions(owner: Owner) -> None:
     thread.check(CHECK_EVERY + 1)
     with pytest.raises(RuntimeError, match="something has written to the shared base"):
         thread.check(2 * CHECK_EVERY)
-    base_thread.BaseThread(None).check(CHECK_EVERY)  # its own base
+    trainer.BaseThread(None).check(CHECK_EVERY)  # its own base

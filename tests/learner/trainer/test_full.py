@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cluster.memory.units import OptimizerKind
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
-from learner.config.learner import LearnerConfig, OptimizerConfig
-from learner.trainer.stochastic_rounding import RoundedUpdater, rounded, updater_for
+from learner.config.settings import LearnerConfig, OptimizerConfig
+from learner.trainer.optimizer import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights
 from tests.learner import naive
 from tests.learner.trainers import (

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu.model import random_base
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig
+from learner.config.settings import LearnerConfig
 from learner.model import policy
-from learner.model.packed_attention import VARLEN, kernels
+from learner.model.attention import VARLEN, kernels
 from learner.trainer.memory_limit import MemoryLimit
 from learner.trainer.trainer import Trainer
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 from transformers import get_linear_schedule_with_warmup
 
-from learner.config.learner import LearnerConfig, OptimizerConfig, ScheduleConfig
-from learner.trainer.learning_rate import rate_factor
-from learner.trainer.optimizer import FIRST_LOSS_SCALE, Updater, build_optimizer, restore
-from learner.trainer.stochastic_rounding import RoundedUpdater, updater_for
+from learner.config.settings import LearnerConfig, OptimizerConfig, ScheduleConfig, rate_factor
+from learner.trainer.optimizer import FIRST_LOSS_SCALE, RoundedUpdater, Updater, build_optimizer, restore, updater_for
 from tests.peak import peak_bytes
 
 CPU = torch.device("cpu")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from learner.algo.loss_config import LossConfig
-from learner.algo.ppo import Assessment
-from learner.config.learner import ScheduleConfig, ValueConfig
-from learner.trainer.learning_rate import rate_factor
+from learner.algo.targets import Assessment
+from learner.config.settings import ScheduleConfig, ValueConfig, rate_factor
 from learner.trainer.trainer import Trainer
 from rollout.schema import masks_of, ragged, rewards_of
 from tests.learner import naive_ppo

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from learner.algo.loss import most_uncertain
 from learner.algo.loss_config import LossConfig
-from learner.algo.top_entropy import most_uncertain
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.trainers import (

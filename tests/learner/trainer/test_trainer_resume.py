@@ -18,7 +18,13 @@ from torch import Tensor
 
 from cluster.files import WriteFailed
 from learner.config import ModelConfig
-from learner.config.learner import LearnerConfig, LoraConfig, OptimizerConfig, ScheduleConfig, ValueConfig
+from learner.config.settings import (
+    LearnerConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    ValueConfig,
+)
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import adapter_of

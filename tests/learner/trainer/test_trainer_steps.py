@@ -15,10 +15,9 @@ from peft import PeftModel
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
-from learner.config.learner import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
-from learner.trainer.nonfinite_guard import MAX_IN_A_ROW, NonFiniteGuard
-from learner.trainer.trainer import Trainer
-from learner.trainer.update import Learned, Update
+from learner.config.settings import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
+from learner.trainer.forward_backward import Learned, Update
+from learner.trainer.trainer import MAX_IN_A_ROW, NonFiniteGuard, Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform
 from tests.learner.trainers import TEMPERATURE, adapter_of, distance, make_trainer, masters, probe_of

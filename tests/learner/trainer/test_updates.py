@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from learner.algo.loss import value_loss
 from learner.algo.loss_config import LossConfig
 from learner.algo.targets import targets_of
-from learner.algo.value_loss import value_loss
 from learner.batch.rows import read
-from learner.config.learner import LearnerConfig
-from learner.trainer.update import Learned, Update
+from learner.config.settings import LearnerConfig
+from learner.trainer.forward_backward import Learned, Update
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform

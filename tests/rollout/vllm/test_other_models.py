@@ -11,7 +11,7 @@ import torch
 from examples.random_families import make_family
 from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
-from learner.trainer.probe_answer import held_of
+from learner.trainer.trainer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.learner.model.test_families import adapted

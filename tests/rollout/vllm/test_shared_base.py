@@ -12,8 +12,8 @@ import torch
 from examples.random_families import make_family
 from examples.random_model import make_tiny_model
 from learner.model.export import update_of
-from learner.model.mapped_base import MappedBase
-from learner.trainer.probe_answer import held_of
+from learner.model.shared_base import MappedBase
+from learner.trainer.trainer import held_of
 from rollout.shared_base.manifest import BaseNotShared, Manifest
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
@@ -65,7 +65,7 @@ def test_a_fresh_engine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     mapped.check()  # it has served, and its weights are what they were
     probe = run(fresh.probe(PROMPT))
     with torch.no_grad():
-        from learner.trainer.probe_answer import answer_of
+        from learner.trainer.trainer import answer_of
 
         expected = answer_of(policy, 0, PROMPT, merged=False).logprobs
     assert abs(probe - expected).max() < TOLERANCE

@@ -16,8 +16,8 @@ from bitsandbytes.functional import QuantState, quantize_4bit
 from transformers import AutoModelForCausalLM
 
 from learner.model.export import update_of
-from learner.model.mapped_base import MappedBase
-from learner.trainer.probe_answer import answer_of
+from learner.model.shared_base import MappedBase
+from learner.trainer.trainer import answer_of
 from rollout.shared_base.manifest import BaseNotShared, Manifest, Quantised, View
 from rollout.types import Adapter
 from rollout.vllm.engine import VllmEngine

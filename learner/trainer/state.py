@@ -1,13 +1,7 @@
-"""The learner's part of a checkpoint where the trained weights are in shards (learner.model.sharded_base): torch's
-distributed checkpoint. Each rank writes its rows of weights and moments, and reads those that are its own when the run
-goes on, on however many ranks. The whole model for users is gathered weight by weight.
-
-8-bit states are not rows: their blocks begin with each rank's own rows. So they go into a file of each rank, and as
-many ranks must read them again (learner.driver.identity sees to it).
-"""
+"""The learner's part of a checkpoint: weights in the form in which they are published, and its state beside them."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -20,18 +14,117 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from cluster.files import Digest, WriteFailed, digest_of, write_failed
+from cluster.files import Digest, WriteFailed, digest_of, digests_in, write_failed
 from cluster.memory.sharded import FILE_BYTES
+from learner.model import export
 from learner.model.adapter_config import MODEL
 from learner.model.export import export_model
+from learner.model.masters import Masters
 from learner.model.policy import Policy
-from learner.trainer.peers import Peers
-from learner.trainer.trainer_state import SHARDS, STATE_FILE
-from learner.trainer.trainer_state import save as save_state
+from learner.model.roles import ScoredAdapter
+from learner.trainer.gradient_sums import Peers
 from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.safetensors_stream import Source
+
+STATE_FILE = "trainer.pt"
+SHARDS = "shards"  # folder of a checkpoint of a model in shards (learner.trainer.state)
+POLICY = ""  # no name of a role
+
+
+def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dict[str, Digest]:
+    """The policy, in a folder of its own each further role that is trained, and a state of tensors and plain values;
+    `path` is the base model's. The folder is made.
+
+    Returns what was written, by path in the folder.
+
+    Raises:
+        WriteFailed: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        export.save(policy, folder, path)
+        for name, role in _trained(policy):
+            role.save(folder / name, path)
+        save(state, folder / STATE_FILE)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' do not name the file
+        raise write_failed(folder, error, _bytes(policy, state)) from error
+    return digests_in(folder)
+
+
+def save(state: dict[str, Any], file: Path) -> None:
+    """As torch.save, which of a path would tell nothing but that a position is unexpected where the disk is full."""
+    try:
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise write_failed(file, error) from error
+
+
+def _bytes(policy: Policy, state: dict[str, Any]) -> int:
+    """About what `write` writes."""
+    weights = [
+        *policy.masters.values(),
+        *(weight for _, role in _trained(policy) for weight in _masters(role).named.values()),
+    ]
+    whole = 0 if policy.peft_config is not None else sum(weight.numel() for weight in weights) * policy.dtype.itemsize
+    return whole + sum(tensor.nbytes for tensor in (*weights, *_tensors(state)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
+
+
+def read(folder: Path, policy: Policy) -> dict[str, Any]:
+    """Sets the weights of policy and trained roles, and returns the state. Raises as learner.model.export.load_masters
+    does."""
+    state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
+    export.load_masters(policy, folder)
+    for name, role in _trained(policy):
+        role.load(folder / name)
+    return state
+
+
+def weights_of(policy: Policy) -> dict[str, dict[str, Tensor]]:
+    """Copies in main memory of what `set_weights` needs: role -> name -> weight, the policy's role first."""
+    own = {POLICY: policy.masters} | {name: _masters(role).named for name, role in _trained(policy)}
+    return {
+        role: {name: weight.detach().to("cpu", copy=True) for name, weight in named.items()}
+        for role, named in own.items()
+    }
+
+
+def set_weights(policy: Policy, weights: dict[str, dict[str, Tensor]]) -> None:
+    """Sets those of policy and trained roles. Raises ValueError if they are another model's."""
+    policy.load(weights[POLICY])
+    for name, role in _trained(policy):
+        _masters(role).load(weights[name])
+
+
+def _masters(role: ScoredAdapter) -> Masters:
+    assert role.masters is not None, "a role that is trained has masters"
+    return role.masters
+
+
+def _trained(policy: Policy) -> list[tuple[str, ScoredAdapter]]:
+    return [(name, role) for name, role in policy.scored.items() if role.masters is not None]
+
+
+# The learner's part of a checkpoint where the trained weights are in shards (learner.model.sharded_base): torch's
+# distributed checkpoint. Each rank writes its rows of weights and moments, and reads those that are its own when the
+# run goes on, on however many ranks. The whole model for users is gathered weight by weight.
+#
+# 8-bit states are not rows: their blocks begin with each rank's own rows. So they go into a file of each rank, and as
+# many ranks must read them again (learner.driver.identity sees to it).
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 EACH = {*MOMENTS, "step"}  # what its states are; bitsandbytes' are others
@@ -47,7 +140,7 @@ class DividedState:
         self._names = [names[id(weight)] for group in groups for weight in group["params"]]  # as they are numbered
 
     def write(self, folder: Path, path: str, state: dict[str, Any]) -> dict[str, Digest]:
-        """As learner.trainer.trainer_state.write; each rank tells of what it wrote itself."""
+        """As learner.trainer.state.write; each rank tells of what it wrote itself."""
         first, states, tensors = self._peers.rank == 0, _states(state), self._weights()
         for number, own in states.items():
             tensors |= self._rows(number, own)
@@ -55,11 +148,11 @@ class DividedState:
         with self._together(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if first or _in_blocks(state):
-                save_state(state, folder / _file_of(self._peers.rank))
+                save(state, folder / _file_of(self._peers.rank))
         with self._together(folder):
             files = _in_files(tensors, self._peers.count)
             writer = HuggingFaceStorageWriter(str(folder / SHARDS), files, save_distributed=True)
-            save(tensors, storage_writer=writer)
+            save_tensors(tensors, storage_writer=writer)
         with self._together(folder), self._all_gathered() as sources:
             if first:
                 export_model(self._policy, sources, folder / MODEL, path)

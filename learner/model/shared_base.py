@@ -1,9 +1,13 @@
-"""The base model as the generator holds it: the learner maps its memory and has no copy (memory.base: shared)."""
+"""Layers in 4 bits on memory of a generator (memory.base: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
+transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
+
+What is multiplied out is the same to the bit: un-nested scales are what bitsandbytes makes of nested ones each time.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +17,55 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cluster import machine
-from learner.model import mapped_four_bits
 from rollout.shared_base import cuda_ipc, shared_file
 from rollout.shared_base.checksum import digests_of_pieces
-from rollout.shared_base.manifest import BaseNotShared, Manifest
+from rollout.shared_base.manifest import BaseNotShared, Manifest, Quantised
+
+
+def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesConfig) -> None:
+    """Puts a layer in 4 bits, still without weights, in the place of each linear layer whose weight is named."""
+    from bitsandbytes.nn.modules import Linear4bit  # here: slow to import, and few runs use it
+
+    for name in names:
+        path = name.removesuffix(".weight")
+        plain: nn.Linear = lm.get_submodule(path)
+        with torch.device("meta"):
+            layer = Linear4bit(  # type: ignore[no-untyped-call]
+                plain.in_features,
+                plain.out_features,
+                plain.bias is not None,
+                compute_dtype=quantization.bnb_4bit_compute_dtype,
+                quant_type=quantization.bnb_4bit_quant_type,
+            )
+        lm.set_submodule(path, layer)
+    lm.is_loaded_in_4bit = True  # what PEFT goes by
+
+
+def weight_of(layer: Any, packed: Tensor, scales: Tensor, quantised: Quantised) -> Any:
+    """The weight of such a layer: [out * in / 2, 1] packed, with its scales [out * in / block]."""
+    from bitsandbytes.functional import QuantState, get_4bit_type
+    from bitsandbytes.nn.modules import Params4bit
+
+    layer.quant_state = QuantState(  # type: ignore[no-untyped-call]
+        absmax=scales,
+        shape=torch.Size(quantised.shape),
+        code=get_4bit_type("nf4", device=packed.device),  # type: ignore[no-untyped-call]
+        blocksize=quantised.block,
+        quant_type="nf4",
+        dtype=layer.compute_dtype,
+    )
+    return Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=layer.quant_state,
+        blocksize=quantised.block,
+        quant_type="nf4",
+        bnb_quantized=True,
+        module=layer,
+    )
+
+
+# The base model as the generator holds it: the learner maps its memory and has no copy (memory.base: shared).
 
 SHOWN = 3  # names in a message
 
@@ -64,14 +113,14 @@ class MappedBase:
         wanted: dict[str, Tensor] = dict(lm.named_parameters())  # one that is tied to another once
         self._check_all_there(lm, wanted, dtype, in_4_bits=quantization is not None)
         if quantization is not None:
-            mapped_four_bits.replace_layers(lm, wanted.keys() & self._manifest.quantised, quantization)
+            replace_layers(lm, wanted.keys() & self._manifest.quantised, quantization)
         for name in wanted:
             path, _, leaf = name.rpartition(".")
             module, quantised = lm.get_submodule(path), self._manifest.quantised.get(name)
             if quantised is None:
                 weight: Any = nn.Parameter(self._view(name), requires_grad=False)
             else:
-                weight = mapped_four_bits.weight_of(module, self._view(name), self._pieces[quantised.scales], quantised)
+                weight = weight_of(module, self._view(name), self._pieces[quantised.scales], quantised)
             setattr(module, leaf, weight)
             self._weights[name] = weight
         lm.tie_weights()

@@ -1,0 +1,445 @@
+"""metrics.jsonl, read while a run writes it."""
+
+import inspect
+import json
+import math
+import numbers
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.reading import json_value, lines, opened
+from cluster.yaml_tree import dump
+from learner.api.process import InputError, RunProcess, TrainError
+from learner.api.settings import Inputs, is_bool
+from learner.driver import process as called_from
+from learner.driver.checkpoint import learned_in
+from learner.model.adapter_config import MODEL
+
+if TYPE_CHECKING:
+    from learner.config import RunConfig
+    from learner.tools.evaluation import Evaluated
+
+Metrics = dict[str, float | None]  # of one step; None: not finite
+
+
+class MetricsLines:
+    """The lines that a run adds, each once. A resumed run replaces the file, without the steps that it repeats."""
+
+    def __init__(self, path: Path) -> None:
+        """Lines that are there already are none of this run's."""
+        self._path = path
+        self._seen: set[bytes] = set()
+        self._inode, self._offset = -1, 0
+        self.new()
+
+    def new(self) -> list[Metrics]:
+        """What was added since the last call. A line that is still being written is left for the next one."""
+        try:
+            with opened(self._path) as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        added = [line for line in whole.splitlines() if line not in self._seen]
+        self._seen.update(added)
+        return [json_value(line, str(self._path)) for line in added]
+
+
+def rows_of(path: Path) -> list[Metrics]:
+    """Every line of the file; none where there is no file."""
+    return [json_value(line, str(path)) for _, line in lines(path)] if path.exists() else []
+
+
+# What a call of `train` gives back: where things are, and the numbers.
+
+HELD_OUT = "eval/"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """A run that is done, or was stopped with a checkpoint."""
+
+    run_dir: Path
+    adapter: Path | None  # in PEFT's format; None after full fine-tuning
+    model: Path | None  # the whole model, after full fine-tuning
+    metrics: list[Metrics] = field(repr=False)
+    """A row for each step of the whole run, `step` among its keys; docs/metrics.md says what each means."""
+
+    @property
+    def before(self) -> Metrics:
+        """The first held-out scores, `eval/accuracy` among them; empty where nothing was held out."""
+        return next(self._held_out(), {})
+
+    @property
+    def after(self) -> Metrics:
+        """The newest held-out scores."""
+        return list(self._held_out())[-1] if self.before else {}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: held-out scores and the reward before and after, and where things are."""
+        steps = [row for row in self.metrics if "reward/mean" in row]
+        after = self.after
+        found = [(name, value, after.get(name)) for name, value in self.before.items() if name != "step"]
+        if steps:
+            found.insert(0, ("reward/mean", steps[0]["reward/mean"], steps[-1]["reward/mean"]))
+        rows = [
+            [name, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"]
+            for name, first, last in found
+            if first is not None and last is not None
+        ]
+        head = f"{self.run_dir.name}: {len(steps)} steps; {self.adapter or self.model or 'nothing published'}"
+        cells = [["", "first", "last", "change"], *rows]
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+        return f"<p>{escape(head)}</p><table>{body}</table>"
+
+    @property
+    def advice(self) -> list[str]:
+        """What the last steps leave to be learned from, in sentences, those of the end of the run: nearly all
+        completions were cut off, no token was trained on, or all completions score the same. Empty where there is
+        signal, or no run folder any more."""
+        from learner.config import load
+        from learner.driver.metrics import SignalWatch
+
+        file = self.run_dir / "config.yaml"
+        if not file.is_file():
+            return []
+        watch = SignalWatch(load.load_config(str(file), []))
+        for row in self.metrics:
+            if row["step"]:
+                watch.add(row)
+        return watch.advice()
+
+    def _held_out(self) -> Iterator[Metrics]:
+        for row in self.metrics:
+            scores = {name: value for name, value in row.items() if name.startswith(HELD_OUT)}
+            if scores:
+                yield {"step": row["step"], **scores}
+
+
+def result_of(run_dir: Path, rows: list[Metrics]) -> TrainResult:
+    """Of the run in the folder, whose metrics are `rows`."""
+    learned = learned_in(run_dir)
+    whole = learned == run_dir / MODEL
+    return TrainResult(run_dir, None if whole else learned, learned if whole else None, rows)
+
+
+# train(): a run from a script or a notebook.
+
+OnStep = Callable[[Metrics], bool | None]
+CHILD = "learner.api.child"
+WORDS = ("interrupted: finishing the step and writing a checkpoint", "stopping at once")
+METRICS = "metrics.jsonl"
+NO_COROUTINE = "on_step: must be a plain function of the metrics of a step; run coroutines inside of it"
+
+
+def train(
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    rewards: Sequence[Callable[..., Any] | str | Mapping[str, Any]] | None = None,
+    dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    config: str | os.PathLike[str] | None = None,
+    on_step: OnStep | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Trains a model on rewards, as `python -m learner.main` does, in a process of its own; returns when it is done.
+
+    The same call goes on where the run stopped, and does nothing where it is done.
+
+    Args:
+        model: hub name or folder, or the whole section `model` of the configuration.
+        rewards: reward functions (rewards.base has the convention, which is TRL's), names as in a configuration file
+            (`number`, `my_rewards.py:accuracy`), or mappings with the keys of a reward, whose `use` is one of those.
+        dataset: the training problems: a datasets.Dataset, a list of mappings, a path, or a hub name.
+        eval_dataset: held-out problems, likewise; None: a part of `dataset`.
+        config: a YAML file whose keys are the base of all others.
+        on_step: called with each line of metrics.jsonl as it is written, `step` among its keys. False asks the run to
+            stop with a checkpoint; the step after it may have begun, and is finished. An exception does the same and
+            is raised from here.
+        settings: any key of the configuration (docs/configuration.md), as sections or dotted:
+            `steps=200, rollout={"num_generations": 8}, **{"learner.lora.rank": 32}`. Where a file names a function or
+            a class, that itself may stand.
+
+    Raises:
+        InputError: settings or inputs are wrong; one line for each mistake, those of the command line.
+        RunFailed: the run failed after it had begun.
+        KeyboardInterrupt: the first Ctrl-C finishes the step and writes a checkpoint, the second ends the run at once.
+    """
+    if wrong := called_from.hidden_package():
+        raise InputError(wrong)
+    if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
+        raise InputError(NO_COROUTINE)
+    from learner.api.settings import checked, tree_of
+
+    inputs = Inputs()
+    datasets = {"dataset": dataset, "eval_dataset": eval_dataset}
+    tree = tree_of(config, model, rewards, datasets, settings, inputs)
+    run_dir = _placed(checked(tree))
+    lines = MetricsLines(run_dir / METRICS)
+    given = _written(inputs, run_dir / "inputs", tree)
+    with RunProcess(CHILD, ["--config", "/dev/stdin"], given) as process:
+        _follow(process, lines, on_step)
+        _check(process, inputs)
+    return result_of(run_dir, rows_of(run_dir / METRICS))
+
+
+def _placed(config: "RunConfig") -> Path:
+    """The run folder. Raises InputError if it cannot be written."""
+    from learner.driver.failure import PreflightError
+    from learner.driver.preflight import place_output
+
+    try:
+        return place_output(config).run_dir
+    except PreflightError as error:
+        raise InputError(str(error)) from None
+
+
+def _written(inputs: Inputs, folder: Path, tree: Mapping[str, Any]) -> str:
+    """The configuration as YAML, once what it names is there."""
+    try:
+        return dump(inputs.write(folder, tree))
+    except OSError as error:
+        raise InputError(f"output_dir: what the run is given cannot be written: {error}") from error
+
+
+def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) -> None:
+    """Waits for the end of the run; meanwhile hands its output and metrics on. Raises what `on_step` raised, and
+    KeyboardInterrupt after a Ctrl-C, once the run has ended."""
+    steps = _Steps(on_step, process)
+
+    def look() -> None:
+        for line in lines.new():
+            steps.take(line)
+
+    interrupts = process.follow(look, WORDS)
+    if steps.error is not None:
+        steps.error.add_note(f"on_step raised it; the run has stopped{_where(process.failure())}")
+        raise steps.error
+    if interrupts == 1:
+        raise KeyboardInterrupt(f"the run has stopped{_where(process.failure())}")
+    if interrupts:
+        raise KeyboardInterrupt("the run was stopped at once; the same call goes on from its last checkpoint")
+
+
+def _check(process: RunProcess, inputs: Inputs) -> None:
+    """Raises what the run that has ended says of its failure; of one that was refused nothing is left."""
+    if (failure := process.failure()) is not None:
+        if isinstance(failure, InputError):
+            inputs.withdraw()
+        raise failure
+
+
+def _where(failure: TrainError | None) -> str:
+    return f": {failure}" if failure is not None else " with a checkpoint, from which the same call goes on"
+
+
+class _Steps:
+    """Hands each step's metrics to the user's function; what that says or raises asks the run to stop."""
+
+    def __init__(self, on_step: OnStep | None, process: RunProcess) -> None:
+        self.error: BaseException | None = None
+        self._on_step, self._process = on_step, process
+
+    def take(self, line: Metrics) -> None:
+        if self._on_step is None or self.error is not None:
+            return
+        try:
+            answer = self._on_step(line)
+            if inspect.iscoroutine(answer):
+                answer.close()
+                raise InputError(NO_COROUTINE)
+            stop = is_bool(answer) and not answer
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() in it is its author's wish to leave, too
+            self.error, stop = error, True
+        if stop:
+            self._process.interrupt(1)
+
+
+# evaluate(): a model or an adapter on data, as `gleaner eval` does it.
+
+EVALUATION_CHILD = "learner.api.eval_child"
+EVALUATION_WORDS = ("interrupted: the evaluation ends", "stopping at once")
+
+
+def evaluate(
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    rewards: Sequence[Callable[..., Any] | str | Mapping[str, Any]] | None = None,
+    dataset: Any = None,
+    *,
+    adapter: str | os.PathLike[str] | None = None,
+    run: TrainResult | str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    samples: int = 0,
+    limit: int | None = None,
+    threshold: float = 1.0,
+    **settings: Any,
+) -> "Evaluated":
+    """Scores a model on data by the generators and reward functions of a run, in a process of its own.
+
+    Args:
+        model, rewards, config, settings: as in `train`.
+        dataset: the problems, as in `train`, all of them; None: those that such a run holds out.
+        adapter: folder in PEFT's format.
+        run: what `train` returned, or a run's folder: its configuration, and what it has learned; with `model` that
+            one is scored in its place.
+        samples: completions of each problem beside the greedy one, at rollout.temperature.
+        limit: the first so many problems.
+        threshold: the score from which on a completion is correct for pass@k.
+
+    Returns:
+        `metrics` by name (greedy, mean@K, pass@k, majority@K), each with `value`, the mean over so many `problems`, and
+        `low` and `high`, its 95 % interval; `rows`, an Arrow table; and what learner.tools.evaluation.Evaluated says.
+
+    Raises:
+        InputError, RunFailed, KeyboardInterrupt: as `train`.
+    """
+    if wrong := called_from.hidden_package():
+        raise InputError(wrong)
+    from learner.api.settings import checked, tree_of
+
+    _check_given(samples, limit, threshold, None if isinstance(run, TrainResult) else run, adapter)
+    if run is not None:
+        folder = run.run_dir if isinstance(run, TrainResult) else Path(run)
+        config = _configuration(folder, config)
+        if model is None:
+            model, adapter = _learned(folder, adapter)
+    inputs = Inputs()
+    given = settings if dataset is None else _whole(settings, limit)
+    tree = tree_of(config, model, rewards, {"dataset": dataset}, given, inputs)
+    checked(tree)
+    path = None if adapter is None else os.fspath(adapter)
+    asked = {"adapter": path, "held_out": dataset is None, "samples": samples, "limit": limit, "threshold": threshold}
+    with tempfile.TemporaryDirectory(prefix="gleaner-eval-") as made:
+        return _evaluated(Path(made), {"config": inputs.write(Path(made), tree), **asked})
+
+
+def _evaluated(folder: Path, given: Mapping[str, Any]) -> "Evaluated":
+    """Raises what `evaluate` does."""
+    with RunProcess(EVALUATION_CHILD, [str(folder)], json.dumps(given)) as process:
+        if process.follow(lambda: None, EVALUATION_WORDS):
+            raise KeyboardInterrupt("the evaluation was stopped")
+        if (failure := process.failure()) is not None:
+            raise failure
+    import pyarrow.parquet as pq
+
+    from learner.api.eval_child import RESULT, ROWS
+    from learner.tools.eval_scores import Estimate
+    from learner.tools.evaluation import Evaluated
+
+    told = json.loads((folder / RESULT).read_text())
+    metrics = {name: Estimate(**one) for name, one in told.pop("metrics").items()}
+    return Evaluated(**told, metrics=metrics, rows=pq.read_table(folder / ROWS))
+
+
+def _whole(settings: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+    """With all of the data set, however much of its own a run's file takes, unless the settings say how much."""
+    section = settings.get("data")
+    said = isinstance(section, Mapping) and "size" in section
+    return dict(settings) if said else {"data.size": limit, **settings}
+
+
+def _check_given(samples: int, limit: int | None, threshold: float, run: Any, adapter: Any) -> None:
+    for name, value in (("run", run), ("adapter", adapter)):
+        if value is not None and not isinstance(value, str | os.PathLike):
+            raise InputError(f"{name}: must be a folder, got {type(value).__name__}")
+    if not isinstance(samples, int) or samples < 0:
+        raise InputError(f"samples: must be a whole number from 0, got {samples!r}")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise InputError(f"limit: must be a whole number from 1, or None for all, got {limit!r}")
+    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        raise InputError(f"threshold: must be a number, got {threshold!r}")
+
+
+def _configuration(folder: Path, given: str | os.PathLike[str] | None) -> Path:
+    """The file that a run has written. Raises InputError where there is none, and where another is given beside it."""
+    if given is not None:
+        raise InputError("run: does not go with config, which it has in its folder; give one of them")
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise InputError(f"run: must be what train returned, or a run folder such as runs/run, got {folder}; check it")
+    return file
+
+
+def _learned(folder: Path, adapter: str | os.PathLike[str] | None) -> tuple[Path | None, str | os.PathLike[str] | None]:
+    """Model and adapter as a run has left them; a given adapter counts. Raises InputError where there is neither."""
+    found = result_of(folder, [])
+    adapter = found.adapter if adapter is None else adapter
+    if found.model is None and adapter is None:
+        raise InputError(
+            f"run: {folder} has neither adapter/ nor model/, so it has no checkpoint yet; for its base give "
+            "config= and its config.yaml"
+        )
+    return found.model, adapter
+
+
+# plan(): what a run with these settings takes on a card, as data.
+
+STAND_INS = {"data": {"path": "rg:chain_sum"}, "rewards": [{"use": "number"}]}  # for what takes no memory
+SLICES = {"generator": 0.5, "learner": 0.5}
+
+
+def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **settings: Any) -> list[dict[str, Any]]:
+    """What the memory planner says of a model on a card: a row for what it chooses, and one for each way of training
+    with what that needs at least.
+
+    Args:
+        model: a name of the planner's table or a folder with a config.json, or the section `model` of a configuration.
+        gpu: a card or its size: "rtx4090", 24 (GB as sold), "24GiB". One without bfloat16 computes in float16.
+        settings: keys of the configuration as in `train`; those that take no memory may be left out. Without
+            `cluster.gpus` generator and learner are two slices of the card.
+
+    Returns:
+        Rows with the keys `model`, `params`, `method` ("chosen" in the first), `fits`, and the numbers of
+        `gleaner plan --json`, in bytes. A choice that does not fit has `needs` and `advice` in their place.
+
+    Raises:
+        InputError: the model, the card or a setting is wrong.
+    """
+    from cluster.memory.search import least
+    from cluster.memory.shape import shape_of
+    from learner.api.settings import Inputs, checked, tree_of
+    from learner.driver import memory
+    from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, to_dict
+
+    try:
+        card = memory.card_size(f"{float(gpu):g}" if isinstance(gpu, numbers.Real) else str(gpu))
+    except ValueError as error:
+        raise InputError(f"gpu: {error}") from None
+    old = no_bfloat16(card)
+    config = checked(_with_defaults(tree_of(None, model, None, {}, {**STAND_INS, **settings}, Inputs()), old=old))
+    try:
+        [shape] = able([shape_of(config.model.path)], card)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error).removeprefix("--")) from None
+    found = memory.planned(config, shape, card.bytes)
+    work = memory.workload(config, config.rollout.sequences)
+    wish = memory.wish_of(config, memory.layouts(config))
+    rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}
+    for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
+        own = asked_for(wish, method, dtype_of(method, wish.dtype, old=old))
+        if (own.base, own.dtype) != ("nf4", "float32"):  # 4 bits go with types of 16
+            rows[name] = to_dict(least(shape, card.bytes, work, own))
+    return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]
+
+
+def _with_defaults(tree: dict[str, Any], *, old: bool) -> dict[str, Any]:
+    """On one card, which if it is old has no bfloat16."""
+    if isinstance(cluster := tree.setdefault("cluster", {}), dict):
+        cluster.setdefault("gpus", SLICES)
+    if old:
+        learner = tree.get("learner")
+        whole = isinstance(learner, dict) and learner.get("mode") == "full"
+        tree["model"].setdefault("dtype", "float32" if whole else "float16")  # float16 trains no whole model
+    return tree

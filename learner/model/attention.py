@@ -1,0 +1,362 @@
+"""What attention over a packed row computes at once: a tile of queries, or several small ones padded to one shape.
+
+Letters as in learner.model.attention, and P: K for one tile, B K for several.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from learner.batch.layout import Block, Layout, Tile, TileBatch, block_mask
+
+
+class Row:
+    """Of query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E], token by token. dtype: of all products."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        self.query, self.key, self.value = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.scale, self.dtype = scale, torch.promote_types(query.dtype, torch.float32)
+        self.key_heads = key.shape[1]
+
+    def parts(self, alone: Sequence[Tile], batches: Sequence[TileBatch]) -> "Iterator[Part]":
+        longest = max((tile.stop - tile.start for tile in alone), default=0)
+        future = torch.full((longest, longest), -torch.inf, dtype=self.dtype, device=self.query.device).triu_(1)
+        future = future.repeat_interleave(self.query.shape[1] // self.key_heads, 0)  # [T R, T], to be added to scores
+        yield from (_OneTile(self, tile, future) for tile in alone)
+        yield from (_SeveralTiles(self, batch) for batch in batches)
+
+
+class Part(ABC):
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(queries [P, T R, D], scaled; keys [P, S, D]; values [P, S, E]; probabilities [P, T R, S])."""
+        queries = self.take(self.row.query).mul_(self.row.scale)
+        keys, values = self._gather(self.row.key), self._gather(self.row.value)
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        self._hide(scores)
+        return queries, keys, values, scores.softmax(-1)
+
+    @abstractmethod
+    def take(self, whole: Tensor) -> Tensor:
+        """[P, T R, X], a copy of what belongs to the queries in [N, K R, X]; zeros for padded ones."""
+
+    @abstractmethod
+    def put(self, rows: Tensor, whole: Tensor) -> None:
+        """Writes [P, T R, X] to where the queries are in [N, K R, X]."""
+
+    @abstractmethod
+    def add(self, rows: Tensor, whole: Tensor) -> None:
+        """Adds [P, S, X] to what is where the keys are in [N, K, X]."""
+
+    @abstractmethod
+    def _gather(self, whole: Tensor) -> Tensor:
+        """[P, S, X], what belongs to the keys in [N, K, X]."""
+
+    @abstractmethod
+    def _hide(self, scores: Tensor) -> None:
+        """Of [P, T R, S], those of keys that a query does not see become -inf."""
+
+
+class _OneTile(Part):
+    def __init__(self, row: Row, tile: Tile, future: Tensor) -> None:
+        super().__init__(row)
+        self._queries, self._own = slice(tile.start, tile.stop), slice(tile.own, tile.stop)
+        self._prefix, self._future = slice(tile.prefix_start, tile.prefix_stop), future
+        self._count, self._before = tile.stop - tile.start, tile.prefix_stop - tile.prefix_start
+
+    def take(self, whole: Tensor) -> Tensor:
+        grouped = self._grouped(whole)
+        return torch.empty(grouped.shape, dtype=self.row.dtype, device=whole.device).copy_(grouped).flatten(1, 2)
+
+    def put(self, rows: Tensor, whole: Tensor) -> None:
+        grouped = self._grouped(whole)
+        grouped.copy_(rows.view(grouped.shape))
+
+    def add(self, rows: Tensor, whole: Tensor) -> None:
+        found = rows.transpose(0, 1)
+        if self._before:
+            whole[self._prefix] += found[: self._before]
+        whole[self._own] += found[self._before :]
+
+    def _grouped(self, whole: Tensor) -> Tensor:
+        """[K, T, R, X], a view."""
+        return whole[self._queries].view(self._count, self.row.key_heads, -1, whole.shape[-1]).transpose(0, 1)
+
+    def _gather(self, whole: Tensor) -> Tensor:
+        own = whole[self._own]
+        if self._before:
+            own = torch.cat([whole[self._prefix], own])
+        return own.transpose(0, 1).to(self.row.dtype)
+
+    def _hide(self, scores: Tensor) -> None:
+        scores[:, :, -self._count :] += self._future[: scores.shape[1], : self._count]
+
+
+class _SeveralTiles(Part):
+    def __init__(self, row: Row, batch: TileBatch) -> None:
+        super().__init__(row)
+        self._batch = batch
+        self._tiles, self._count, self._seen = batch.shape
+
+    def take(self, whole: Tensor) -> Tensor:
+        rows = whole.new_zeros(self._tiles * self._count, *whole.shape[1:], dtype=self.row.dtype)
+        rows.index_copy_(0, self._batch.real, whole.index_select(0, self._batch.places).to(rows.dtype))
+        grouped = rows.view(self._tiles, self._count, self.row.key_heads, -1, rows.shape[-1])
+        return grouped.transpose(1, 2).reshape(self._tiles * self.row.key_heads, -1, rows.shape[-1])
+
+    def put(self, rows: Tensor, whole: Tensor) -> None:
+        grouped = rows.view(self._tiles, self.row.key_heads, self._count, -1, rows.shape[-1])
+        found = grouped.transpose(1, 2).reshape(-1, *whole.shape[1:]).index_select(0, self._batch.real)
+        whole.index_copy_(0, self._batch.places, found.to(whole.dtype))
+
+    def add(self, rows: Tensor, whole: Tensor) -> None:
+        grouped = rows.view(self._tiles, self.row.key_heads, self._seen, -1)
+        whole.index_add_(0, self._batch.keys, grouped.transpose(1, 2).reshape(-1, *whole.shape[1:]))
+
+    def _gather(self, whole: Tensor) -> Tensor:
+        rows = whole.index_select(0, self._batch.keys).to(self.row.dtype)
+        return rows.view(self._tiles, self._seen, *whole.shape[1:]).transpose(1, 2).reshape(
+            -1, self._seen, whole.shape[-1]
+        )  # fmt: skip
+
+    def _hide(self, scores: Tensor) -> None:
+        grouped = scores.view(self._tiles, self.row.key_heads, self._count, -1, self._seen)
+        grouped.masked_fill_(self._batch.hidden, -torch.inf)
+
+
+# Attention over a packed row on a CPU: a tile of queries at a time, against the keys that it sees and no others.
+#
+# torch's kernel, given a block of segments and a mask, computes scores only to throw them away: of the ragged workload
+# 3.4 M where 2.4 M are needed. Here a tile of queries of one segment is multiplied with the prefix and the segment's
+# own tokens up to the tile's last one, so that only a triangle is masked, and the query heads that share a key head are
+# rows of one product. Probabilities are formed again in the backward pass (FlashAttention 2205.14135, section 3.1):
+# nothing is kept but the queries, keys and values themselves. Types of 16 bits are computed in float32. Small tiles are
+# computed several at once (learner.batch.layout).
+#
+# Letters: N tokens of the row, D and E widths of a key and a value head, K key heads, R query heads of each, B tiles at
+# once, T queries of a tile, S keys that it sees.
+
+Tiles = tuple[list[Tile], list[TileBatch]]  # alone, in batches
+
+TILE = 128  # queries; with 64 and 256 the backward pass of the ragged workload is a tenth slower
+
+
+def attend_tiles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, tile: int = TILE) -> Tensor:
+    """[1, N, K R, E] from query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E]; differentiable once."""
+    tiles = layout.tiles(tile, query.shape[1] * query.shape[3])
+    output: Tensor = _Tiles.apply(query, key, value, tiles, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.tiles, ctx.scale = tiles, scale
+        output = value.new_empty(query.shape[2], query.shape[1], value.shape[3])
+        for part in Row(query, key, value, scale).parts(*tiles):
+            _, _, values, weights = part.seen()
+            part.put(torch.bmm(weights, values), output)
+        return output[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value = ctx.saved_tensors
+        row = Row(query, key, value, ctx.scale)
+        to_query = query.new_empty(row.query.shape)
+        to_key, to_value = (torch.zeros(x.shape, dtype=row.dtype, device=x.device) for x in (row.key, row.value))
+        for part in row.parts(*ctx.tiles):
+            queries, keys, values, weights = part.seen()
+            slopes = part.take(grad[0])
+            part.add(torch.bmm(weights.transpose(1, 2), slopes), to_value)
+            to_scores = torch.ops.aten._softmax_backward_data(
+                torch.bmm(slopes, values.transpose(1, 2)), weights, -1, row.dtype
+            )
+            part.add(torch.bmm(to_scores.transpose(1, 2), queries), to_key)
+            part.put(torch.bmm(to_scores, keys).mul_(ctx.scale), to_query)
+        to_inputs = to_query, to_key.to(key.dtype), to_value.to(value.dtype)
+        to_query, to_key, to_value = (x.transpose(0, 1)[None] for x in to_inputs)
+        return to_query, to_key, to_value, None, None
+
+
+# Attention with soft-capped scores, as Gemma 2 has it (2408.00118, section 2): softmax(cap tanh(scale q k / cap)) v.
+#
+# No attention kernel of torch does it, so the scores are formed here, of a tile of queries at a time, and once more in
+# the backward pass instead of being kept: what is held is one tile, heads x QUERIES x keys in float32 a few times over.
+
+QUERIES = 256  # of a tile
+
+
+def capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """[B, L, heads, D] from query [B, heads, L, D], key and value [B, heads or fewer, K, D]; mask [L, K] to be added,
+    None: causal, with K = L."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    tile = partial(checkpoint, _tile, use_reentrant=False, preserve_rng_state=False)
+    tiles = []
+    for start in range(0, query.shape[2], QUERIES):
+        rows = slice(start, min(start + QUERIES, query.shape[2]))
+        seen = _causal(rows, key) if mask is None else mask[rows]
+        part = query[:, :, rows]
+        tiles.append(tile(part, key, value, seen, scale, cap))
+    return torch.cat(tiles, 2).transpose(1, 2)
+
+
+def _tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    scores = (query @ key.transpose(2, 3)).float() * (scale / cap)
+    weights = (scores.tanh() * cap + mask).softmax(-1)
+    return weights.to(value.dtype) @ value
+
+
+def _causal(rows: slice, key: Tensor) -> Tensor:
+    places = torch.arange(key.shape[2], device=key.device)
+    future = places > places[rows, None]
+    return torch.zeros(future.shape, device=key.device).masked_fill_(future, -torch.inf)
+
+
+# Attention over a packed row: completions without padding that share the prompt they follow.
+#
+# A packed row [1, N] is tiled by segments. The tokens of a segment attend to a prefix elsewhere in the row, if it has
+# one, and causally to themselves; nothing else is seen. So G completions of P + T tokens cost P + G T, and the gradient
+# is exact: that of the prefix's keys and values sums over the completions (PrefixGrouper, 2506.05433).
+#
+# It reaches a model through transformers' AttentionInterface, under two names, and no model is patched:
+#     gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16
+#     bit
+#     gleaner_segments  everywhere else: on a CPU tiles of queries (learner.model.attention); on a card, and where
+#                       a window or a cap limits what is seen, scaled_dot_product_attention per block of segments
+# No mask function is registered beside them: transformers then makes no mask, and does not search the positions for
+# packed rows, which would wait for the device. learner.model.packing_check proves at start-up that a model honours all
+# this. Letters: N tokens of the row, D head dimension, S segments, P tokens of a prefix, M tokens of a block.
+
+VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
+ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without a word
+
+# What models hand to every attention function and what changes nothing here; any other argument that is set stands for
+# arithmetic (sinks, position biases) that is not done here.
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"})
+
+
+def kernels(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Names of attention implementations that may run here, the fastest first."""
+    fast = device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return [VARLEN, SEGMENTS] if fast else [SEGMENTS]
+
+
+def _by_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
+    all_is_seen = cap is None and (window is None or window >= layout.reach)
+    if all_is_seen and not query.is_cuda:
+        return attend_tiles(query, key, value, layout, scale)
+    # One split: the backward pass of as many slices would fill a whole row with zeros for each.
+    queries, keys, values = (torch.split(tensor, layout.sizes, 2) for tensor in (query, key, value))
+    outputs = []
+    for index, block in enumerate(layout.blocks):
+        k, v = keys[index], values[index]
+        if block.prefix is not None:
+            k, v = torch.cat([keys[block.prefix], k], 2), torch.cat([values[block.prefix], v], 2)
+        outputs.append(_attend(queries[index], k, v, layout.mask(index, window, query), scale, cap))
+    return torch.cat(outputs, 1)
+
+
+def _by_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
+    if cap is not None:  # which the kernel does not know
+        return _by_segments(query, key, value, layout, scale, window, cap)
+    ragged = layout.ragged(query.device)
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
+    q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
+    reach = -1 if window is None else window - 1  # the kernel counts the keys before the query's own
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKS_FOR_GROUPS else {}
+    output = varlen_attn(
+        q, k, v, ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key,
+        scale=scale, window_size=(reach, 0), **grouped,
+    )  # fmt: skip
+    assert isinstance(output, Tensor)  # a tuple only if the logsumexp is asked for
+    return output.unsqueeze(0)
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None = None
+) -> Tensor:
+    """Rows [B, heads, L, D] that are causal and nothing else."""
+    length = query.shape[2]
+    mask = None if window is None or window >= length else block_mask(Block(None, 0, [length]), window, query)
+    return _attend(query, key, value, mask, scale, cap)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
+    """[B, L, heads, D] from [B, heads, L, D]; causal unless there is a mask."""
+    if cap is not None:
+        return capped(query, key, value, mask, scale, cap)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and mask is not None and query.is_cuda:  # there no kernel but the slow one takes both
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        grouped = False
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return output.transpose(1, 2)
+
+
+def _interface(packed: Any) -> Any:
+    """An attention function as transformers calls it, around one that computes packed rows."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        packed_layout: Layout | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        strange = sorted(name for name, x in others.items() if x is not None and name not in HARMLESS)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if strange or attention_mask is not None or dropout or not causal:
+            raise NotImplementedError(
+                f"only plain causal attention is packed, got {', '.join(strange) or f'{dropout=}, {causal=}'}"
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if packed_layout is None:
+            return _plain(query, key, value, scale, sliding_window, softcap), None
+        return packed(query, key, value, packed_layout, scale, sliding_window, softcap), None
+
+    return attention
+
+
+AttentionInterface.register(VARLEN, _interface(_by_varlen))
+AttentionInterface.register(SEGMENTS, _interface(_by_segments))
