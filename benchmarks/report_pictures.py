@@ -21,7 +21,7 @@ from PIL import Image
 
 from benchmarks.browser import browser, missing
 from learner.tools.report.write import report
-from learner.tools.terminal.app import RunApp
+from learner.tools.terminal import RunApp
 
 PICTURES = Path(__file__).parents[1] / "docs" / "images"
 MOST = 150_000  # bytes

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from learner.config import RunConfig
-from learner.tools.init_files import REWARD
+from learner.tools.init import REWARD
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()

@@ -23,8 +23,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.browser import browser, missing
 from benchmarks.common import MIB, as_table, conditions, save, under
-from learner.tools.report.build import blocks_of
-from learner.tools.report.page import page
+from learner.tools.report.page import blocks_of, page
 from rollout import ledger
 from rollout.fake_groups import make_group
 from rollout.types import Completion

@@ -335,8 +335,7 @@ def _evaluated(folder: Path, given: Mapping[str, Any]) -> "Evaluated":
     import pyarrow.parquet as pq
 
     from learner.api.eval_child import RESULT, ROWS
-    from learner.tools.eval_scores import Estimate
-    from learner.tools.evaluation import Evaluated
+    from learner.tools.evaluation import Estimate, Evaluated
 
     told = json.loads((folder / RESULT).read_text())
     metrics = {name: Estimate(**one) for name, one in told.pop("metrics").items()}

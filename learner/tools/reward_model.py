@@ -18,7 +18,12 @@ from learner.config.settings import (
     LoraConfig,
     ScheduleConfig,
 )
-from learner.tools.pairs import EVAL, Pair, PairsError, read_pairs
+from learner.tools.bradley_terry import (
+    EVAL,
+    Pair,
+    PairsError,
+    read_pairs,
+)
 from rollout.data import hub
 from rollout.data.chat import Chat, ChatError
 from rollout.data.files import ProblemsError

@@ -18,8 +18,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from tokenizers import Tokenizer
 
 from learner.driver import record
-from learner.tools.report.live import LiveServer, Watched
-from learner.tools.report.write import report
+from learner.tools.report.write import LiveServer, Watched, report
 from rollout import ledger
 from rollout.fake_groups import make_group
 from rollout.types import Completion

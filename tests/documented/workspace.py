@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from learner.tools.init_files import REWARD, ROWS
+from learner.tools.init import REWARD, ROWS
 from tests.documented.blocks import ROOT, blocks
 from tests.documented.harmless import check
 from tests.flow.run import environment

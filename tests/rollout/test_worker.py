@@ -18,7 +18,7 @@ import torch
 
 from cluster.actor import Unusable, ValueLost
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
-from learner.tools.rescore import group_of
+from learner.tools.reward_trial import group_of
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog
 
 EPILOG = epilog(
     "gleaner doctor", "gleaner doctor --json | jq '.[].mend'", failed="there is a problem that would stop a run"

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from learner.tools.arguments import natural, positive, rate
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural, positive, rate
 
 EPILOG = epilog(
     "gleaner eval --run runs/demo-seed0",

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from learner.driver import process
-from learner.tools.arguments import natural
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural
 
 EPILOG = epilog(
     "gleaner export runs/demo-seed0 my-model",

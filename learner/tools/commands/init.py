@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from learner.driver import process
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog
 
 EPILOG = epilog(
     "gleaner init my-run && cd my-run && gleaner train --config config.yaml",

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.memory.units import LoraRank
-from learner.tools.arguments import natural, positive
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural, positive
 
 EPILOG = epilog(
     "gleaner plan --gpu rtx4090",

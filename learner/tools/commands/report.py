@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from learner.driver import process
-from learner.tools.arguments import natural
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural
 
 EPILOG = epilog(
     "gleaner report runs/demo-seed0",
@@ -63,7 +62,7 @@ def report(
 
 
 def _in_terminal(run: Path, out: Path | None, against: Path | None, *, live: bool) -> int:
-    from learner.tools.terminal.start import show
+    from learner.tools.terminal import show
 
     given = {"--out": out is not None, "--against": against is not None, "--live": live}
     for name in (name for name, wanted in given.items() if wanted):

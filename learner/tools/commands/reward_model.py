@@ -7,8 +7,7 @@ import typer
 
 from cluster.memory.units import LoraRank
 from learner.driver import process
-from learner.tools.arguments import natural, positive, rate
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural, positive, rate
 
 EPILOG = epilog(
     "gleaner reward-model train pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out judge",

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from learner.tools.arguments import positive
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, positive
 from rewards.memory import DEFAULT, GIB
 
 TRY_EPILOG = epilog(
@@ -101,7 +100,7 @@ def try_reward(
     distribution is shown, and a completion with the highest and the lowest score.
     """
     given = dict(locals())
-    from learner.tools.reward_trial.options import run
+    from learner.tools.rewards_try import run
 
     return run({**given, "json": given.pop("as_json")})
 
@@ -113,7 +112,7 @@ def list_rewards(
 
     What each looks at, the data columns that it reads, and its args.
     """
-    from learner.tools.built_ins import as_text, built_ins
+    from learner.tools.rewards_try import built_ins, built_ins_text
 
     found = built_ins()
     if as_json:
@@ -121,5 +120,5 @@ def list_rewards(
 
         print(json.dumps([one._asdict() for one in found], indent=2))
     else:
-        print(as_text(found))
+        print(built_ins_text(found))
     return 0

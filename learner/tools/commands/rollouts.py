@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from learner.tools.arguments import natural, positive
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural, positive
 
 EPILOG = epilog(
     "gleaner rollouts show runs/demo-seed0",

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from learner.tools.arguments import natural
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog, natural
 
 EPILOG = epilog(
     "gleaner serve runs/demo-seed0",

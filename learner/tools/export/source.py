@@ -1,10 +1,21 @@
 """What is exported: a whole checkpoint of a run, which may still be going on."""
 
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 from pydantic import ValidationError
 
+from cluster.machine import available_memory
+from cluster.memory.plan import gib
+from cluster.memory.units import DTYPE_BYTES
 from cluster.reading import read_text
 from learner.config import RunConfig
 from learner.driver import checkpoint
@@ -18,8 +29,22 @@ from learner.driver.identity import (
     differing,
 )
 from learner.model.adapter_config import CONFIG_FILE, MODEL
-from learner.tools.export.errors import ExportError
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout import ledger
+from rollout.data.weight_files import WEIGHTS_FILE, adapter_weights, model_weights
+from rollout.schema import masks_of, ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What ends an export.
+
+
+class ExportError(ValueError):
+    """Something given is wrong, found before anything is written; one sentence."""
+
+
+class ExportFailed(RuntimeError):
+    """It failed on the way, and what was not verified is gone; one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +153,197 @@ def check_base(source: Source) -> bool:
             "put the same model there, or say with --model where it is"
         )
     return True
+
+
+# The tokens on which merged weights are compared with the adapter: completions that the run has recorded.
+
+ROWS, LENGTH, TOTAL = 16, 512, 4096  # completions; ids of each at most; and of all together
+CONTEXT = LENGTH // 2  # of a prompt's last ids
+
+
+class Window(NamedTuple):
+    """ids: [L] the end of a prompt and the begin of what followed. places: where in them a sampled token stands."""
+
+    ids: list[int]
+    places: list[int]
+
+
+def recorded(rollouts: Path, step: int) -> list[Window]:
+    """Of the newest step up to `step` whose file can be read, from all over the file; none if there is no such file."""
+    for file in reversed(ledger.steps(rollouts)):
+        if int(file.stem.removeprefix("step-")) > step:
+            continue
+        try:
+            rows = ledger.read(file)
+        except (OSError, ValueError):  # cut short, or of a schema that is no longer read
+            continue
+        if found := list(_within(_windows(rows))):
+            return found
+    return []
+
+
+def made_up(vocabulary: int) -> list[Window]:
+    """Random ids, always the same, for a run whose rollouts are gone."""
+    rng = np.random.default_rng(0)
+    return [Window(rng.integers(0, vocabulary, 64).tolist(), list(range(1, 64))) for _ in range(ROWS)]
+
+
+def _windows(rows: pa.Table) -> Iterator[Window]:
+    prompts, completions, masks = ragged(rows, "prompt_ids"), ragged(rows, "completion_ids"), masks_of(rows)
+    for row in np.unique(np.linspace(0, rows.num_rows - 1, ROWS).astype(int)):
+        prompt = prompts[row][-CONTEXT:].tolist()
+        ids = [*prompt, *completions[row].tolist()][:LENGTH]
+        places = [len(prompt) + at for at in np.flatnonzero(masks[row]).tolist() if len(prompt) + at < len(ids)]
+        if places:
+            yield Window(ids, places)
+
+
+def _within(windows: Iterator[Window]) -> Iterator[Window]:
+    left = TOTAL
+    for window in windows:
+        left -= len(window.ids)
+        if left < 0:
+            return
+        yield window
+
+
+# What weights say of recorded tokens, and whether merged weights say what the adapter on its base says.
+#
+# Both are asked in float32, whatever the type of the weights that were written: what is left is the rounding of these,
+# and any fault of the merge.
+
+# Most nats that the logprobs of tokens may differ by, by the type of the weights that were written: rms, and at one
+# token. Measured: docs/export.md.
+TOLERANCE = {"float32": (1e-4, 1e-3), "float16": (0.02, 0.2), "bfloat16": (0.1, 1.0)}
+SHARE = 0.5  # of what the adapter moves, that rounding may take away
+
+
+class Said(NamedTuple):
+    """Of N tokens, float32 on the CPU.
+
+    logprobs: [N] nats. likeliest: [N] the token that greedy decoding takes. margin: [N] nats by which it is likelier
+    than the next.
+    """
+
+    logprobs: Tensor
+    likeliest: Tensor
+    margin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was compared, and how far apart it was, in nats.
+
+    Attributes:
+        dtype: of the weights that were written.
+        recorded: whether the tokens are the run's, else random.
+        moved: rms of adapter to base: what was learned, as far as it shows here; None of a model trained as a whole.
+        greedy: tokens at which the likeliest is the same.
+        flipped: those where it is another though the first was likelier by more than the tolerance of a token.
+    """
+
+    dtype: str
+    tokens: int
+    recorded: bool
+    moved: float | None
+    rms: float
+    worst: float
+    greedy: int
+    flipped: int
+
+
+def ask(lm: Any, windows: Sequence[Window]) -> Said:
+    """What a causal language model of transformers says of the sampled tokens of the windows, one after the other."""
+    import torch
+
+    device, parts = lm.get_input_embeddings().weight.device, []
+    with torch.no_grad():
+        for ids, places in windows:
+            at = torch.tensor(places, device=device)
+            row = torch.tensor([ids], device=device)
+            logs = lm(input_ids=row, use_cache=False).logits[0, at - 1].float().log_softmax(-1)
+            best = logs.topk(2)
+            own = logs.gather(1, row[0, at, None])[:, 0]
+            parts.append(Said(own.cpu(), best.indices[:, 0].cpu(), (best.values[:, 0] - best.values[:, 1]).cpu()))
+    return Said(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def compare(expected: Said, found: Said, base: Said | None, dtype: str, *, recorded: bool) -> Proof:
+    """found: by the folder that was written. base: without the adapter."""
+    apart = found.logprobs - expected.logprobs
+    same = found.likeliest == expected.likeliest
+    return Proof(
+        dtype=dtype, tokens=len(apart), recorded=recorded,
+        moved=None if base is None else _rms(expected.logprobs - base.logprobs),
+        rms=_rms(apart), worst=float(apart.abs().max()), greedy=int(same.sum()),
+        flipped=int((~same & (expected.margin > TOLERANCE[dtype][1])).sum()),
+    )  # fmt: skip
+
+
+def check(proof: Proof) -> None:
+    """Raises ExportFailed."""
+    rms, worst = TOLERANCE[proof.dtype]
+    # Not <=: what is not a number is not within.
+    if not (proof.rms <= rms and proof.worst <= worst) or proof.flipped:
+        raise ExportFailed(
+            f"OUT: the merged weights must say what the adapter says, within {rms:g} nats rms and {worst:g} at a token "
+            f"({proof.dtype}), and differ by {proof.rms:.2g} rms and {proof.worst:.2g} at a token, of {proof.tokens} "
+            f"tokens, with {proof.flipped} other greedy tokens; nothing was written: please report this with the model"
+        )
+    least = TOLERANCE["float32"][0]
+    if proof.moved is not None and proof.rms > max(SHARE * proof.moved, least):
+        raise ExportFailed(
+            f"--dtype: {proof.dtype} weights must hold what was learned, and rounding takes away {proof.rms:.2g} nats "
+            f"rms of the {proof.moved:.2g} by which the adapter moves logprobs; give --dtype float32, or --adapter-only"
+        )
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.double().square().mean()))
+
+
+# Whether there is room for what an export writes, and for the model as it is merged.
+
+OTHERS = 50 * 10**6  # bytes of tokenizer, configuration and card
+PROCESS = 2 * 10**9  # of memory: torch, and logits of one completion
+GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "auto": 2.0, "q8_0": 34 / 32}  # of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """Bytes on the disk, and in memory, on a card or not; weights that the model has, 0 if that is not known yet."""
+
+    disk: int
+    memory: int
+    weights: int
+
+
+def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
+    """Of merged weights of that type, and a GGUF file of that one beside them; dtype None: of the adapter alone."""
+    if dtype is None:
+        stored = adapter_weights(str(source.learned), "RUN").values()
+        return Needed(2 * sum(one.nbytes for one in stored) + OTHERS, 0, 0)  # twice: vLLM may want other names
+    found = model_weights(str(source.learned) if source.whole_model else source.config.model.source) or {}
+    weights = sum(math.prod(one.shape) for one in found.values())
+    each = DTYPE_BYTES[dtype] + (GGUF_BYTES[outtype] if outtype else 0)
+    return Needed(int(weights * each) + OTHERS, 4 * weights + PROCESS, weights)
+
+
+def check_disk(wanted: Needed, out: Path) -> None:
+    """Raises ExportError."""
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(there).free
+    if wanted.disk > free:
+        raise ExportError(
+            f"OUT: needs {gib(wanted.disk)} on the disk of {there}, which has {gib(free)} left; give another folder"
+        )
+
+
+def check_memory(wanted: Needed) -> None:
+    """Of a merge on the CPU. Raises ExportError."""
+    free = available_memory()
+    if wanted.memory > free:
+        raise ExportError(
+            f"RUN: merging in float32 needs {gib(wanted.memory)} of memory, {gib(free)} are free; give "
+            "--adapter-only, which needs none, or merge on a larger machine"
+        )

@@ -2,36 +2,177 @@
 
 import asyncio
 import json
+import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from cluster import threads
 from learner.config import RunConfig
 from learner.config.load import absolute
+from learner.driver.console import escaped
 from learner.driver.metrics import RewardsFailing
-from learner.tools.replay import shown
+from learner.driver.record import POLICIES
 from learner.tools.replay.bisect import bisect
-from learner.tools.replay.changes import (
+from learner.tools.replay.recorded import Learner, Recorded, ReplayError, Step, Taken, load_config, read_recorded
+from learner.tools.replay.what_if import (
     Changes,
+    Question,
+    answer,
     asked_again,
+    bound_of,
     changes_of,
     check_possible,
     computes_elsewhere,
     decides,
     own_loss,
+    place_for,
     rescored,
+    try_on,
 )
-from learner.tools.replay.folder import place_for
-from learner.tools.replay.recorded import Recorded, ReplayError, Step, load_config, read_recorded
-from learner.tools.replay.same import compared
-from learner.tools.replay.scoring import try_on
-from learner.tools.replay.taking import Learner
-from learner.tools.replay.what_if import Question, answer, bound_of
 from learner.tools.report.run_folder import REPLAY
 from learner.tools.reported import reported
+
+# The same settings again: whether each step leads to the policy that it led to, and to the same metrics.
+
+NOT_COMPARED = ("time/", "memory/")  # of the machine, not of the step
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A step beside what the run recorded.
+
+    Attributes:
+        digests: of the policy that it led to: as recorded (None: the run recorded none), and now.
+        metrics: those that differ: name -> value as recorded (None: none), and now.
+    """
+
+    step: int
+    digests: tuple[str | None, str]
+    metrics: dict[str, tuple[float | None, float]]
+
+    @property
+    def same_policy(self) -> bool:
+        """Whether the digests agree, as far as there are two."""
+        then, now = self.digests
+        return then in (None, now)
+
+    @property
+    def same(self) -> bool:
+        """Whether everything is as it was recorded."""
+        return self.same_policy and not self.metrics
+
+
+async def compared(learner: Learner, recorded: Recorded, steps: Sequence[Step]) -> AsyncGenerator[Compared, None]:
+    """What the steps begin with, if the run recorded its digest; then each step, as it was taken again."""
+    before = steps[0].number - 1
+    if (then := recorded.policies.get(before)) is not None:
+        yield Compared(before, (then.sha256, await learner.begun_with(steps)), {})
+    async for taken in learner.take(steps):
+        yield compare(taken)
+
+
+def compare(taken: Taken) -> Compared:
+    """One step. What was not finite is not in metrics.jsonl."""
+    then = taken.step.metrics
+    differing = {
+        name: (then.get(name), value)
+        for name, value in taken.metrics.items()
+        if not name.startswith(NOT_COMPARED)
+        and then.get(name) != value
+        and not (name not in then and not math.isfinite(value))
+    }
+    policy = taken.step.policy
+    return Compared(taken.step.number, (policy.sha256 if policy else None, taken.sha256), differing)
+
+
+# A replay in a terminal.
+
+DIGITS = 12  # of a digest
+BESIDE = ("loss/total", "loss/grad_norm", "policy/mismatch_k3", "policy/mismatch_max", "policy/clip_fraction")
+MOST = 12  # metrics that are shown beside each other
+
+
+def show_step(found: Compared) -> None:
+    """One line."""
+    then, now = found.digests
+    if then is None:
+        said = "the same metrics; the run recorded no digest" if found.same else "other metrics"
+    elif found.same_policy:
+        said = f"the same digest {now[:DIGITS]}" + ("" if found.same else ", but other metrics")
+    else:
+        said = f"another digest, {now[:DIGITS]}, where the run recorded {then[:DIGITS]}"
+    print(f"step {found.step}: {said}", flush=True)
+
+
+def show_same(recorded: Recorded, steps: Sequence[Step], seconds: float) -> None:
+    """After steps that all came out as they were recorded."""
+    took = sum(one.metrics.get("time/step", 0.0) for one in steps)
+    known = [one for one in steps if one.policy is not None]
+    print(f"{len(steps)} steps in {seconds:.1f} s; the run took {took:.1f} s for them, without its start and its end")
+    if len(known) == len(steps):
+        print("every policy has the digest that the run recorded")
+    else:
+        print(
+            f"{len(known)} of {len(steps)} steps have a digest in {recorded.folder / POLICIES}, which earlier versions "
+            "of gleaner did not write; of the others all metrics agree"
+        )
+
+
+def show_difference(recorded: Recorded, found: Compared) -> None:
+    """What differs, the largest relative difference first, and what may be the reason."""
+    table = Table("metric", "recorded", "now")
+    rows = sorted(found.metrics.items(), key=lambda row: -_relative(*row[1]))
+    for name, (then, now) in rows[:MOST]:
+        table.add_row(Text(escaped(name)), "none" if then is None else f"{then:.9g}", f"{now:.9g}")
+    if rows:
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+        console.print(table)
+    if len(rows) > MOST:
+        print(f"and {len(rows) - MOST} more")
+    print(
+        f"step {found.step} is the first that differs: its rollouts were changed, or its settings when the run was "
+        "resumed, or it was computed with something else, as by several learner ranks with learner.reduce=fast "
+        "(docs/replay.md)"
+    )
+    if (policy := recorded.policies.get(found.step)) is not None:
+        print(f"the run computed with {', '.join(f'{k} {v}' for k, v in policy.arithmetic._asdict().items())}")
+
+
+def show_other(taken: Taken, *, rescored: bool) -> None:
+    """One line: with other settings, beside what was recorded."""
+    names = (*(("reward/mean",) if rescored else ()), *BESIDE)
+    pairs = [(name, taken.metrics.get(name), taken.step.metrics.get(name)) for name in names]
+    told = [f"{name} {_number(now)} ({_number(then)})" for name, now, then in pairs if now is not None]
+    print(f"step {taken.step.number}: {'  '.join(told)}", flush=True)
+
+
+def show_far(step: int | None, bound: float) -> str:
+    """How far the answer can be believed."""
+    if step is None:
+        return (
+            f"in every step the policy was within {bound:g} nats a token of the one that sampled (policy/mismatch_k3)"
+        )
+    return (
+        f"from step {step} on the policy was more than {bound:g} nats a token from the one that sampled "
+        "(policy/mismatch_k3): it would have written other completions, and what comes after says little about a run "
+        "(docs/replay.md)"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _relative(then: float | None, now: float) -> float:
+    return float("inf") if then is None else abs(now - then) / max(abs(then), abs(now), 1e-30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +221,7 @@ async def _again(asked: Asked, recorded: Recorded, steps: Sequence[Step], learne
     async with aclosing(compared(learner, recorded, steps)) as found:
         async for one in found:
             if not asked.as_json:
-                shown.step(one)
+                show_step(one)
             if not one.same:
                 break
     seconds = time.perf_counter() - started
@@ -88,9 +229,9 @@ async def _again(asked: Asked, recorded: Recorded, steps: Sequence[Step], learne
         summary = {"from": asked.start, "to": steps[-1].number, "same": one.same, "seconds": round(seconds, 1)}
         print(json.dumps(summary | ({} if one.same else {"first_difference": asdict(one)}), indent=2))
     elif one.same:
-        shown.same(recorded, steps, seconds)
+        show_same(recorded, steps, seconds)
     else:
-        shown.difference(recorded, one)
+        show_difference(recorded, one)
     return 0 if one.same else 1
 
 
@@ -103,13 +244,13 @@ def _what_if(
     place = place_for(asked.run, asked.output)
     named = load_config(asked.run, [*(asked.overrides or ()), f"name={place.name}", f"output_dir={place.parent}"])
     question = Question(asked.run, absolute(named), changes, steps, state, place)
-    far = asyncio.run(answer(question, lambda taken: None if asked.as_json else shown.other(taken, rescored=scores)))
+    far = asyncio.run(answer(question, lambda taken: None if asked.as_json else show_other(taken, rescored=scores)))
     bound = bound_of(config)
     if asked.as_json:
         facts = json.loads((place / REPLAY).read_text())
         print(json.dumps({"folder": str(place)} | facts | {"bound": bound, "far_from_step": far}, indent=2))
     else:
-        print(shown.far(far, bound))
+        print(show_far(far, bound))
         print(f"folder   {place}\ncompare  gleaner report {place} --against {asked.run}")
         print(f"score    gleaner eval --run {place}")
     return 0

@@ -1,16 +1,241 @@
 """Other settings on the recorded completions: what would the same data have taught?"""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
+import pyarrow as pa
+
+from cluster.telemetry import Metrics
 from learner.config import RunConfig
-from learner.tools.replay.changes import Changes, computes_elsewhere, rescored
-from learner.tools.replay.folder import ReplayFolder
-from learner.tools.replay.recorded import Step
-from learner.tools.replay.scoring import scoring
-from learner.tools.replay.taking import Learner, Taken
+from learner.config.load import to_yaml
+from learner.config.settings import NAME
+from learner.driver import record
+from learner.driver.checkpoint import ADAPTER_FILES
+from learner.driver.identity import FIXED, leaves, same_value
+from learner.model.adapter_config import MODEL
+from learner.tools.replay.recorded import Learner, ReplayError, Scoring, Step, Taken
+from learner.tools.report.run_folder import REPLAY
+from learner.tools.reward_trial import group_of
+from rewards.check import try_rewards
+from rewards.config import adapters_of, functions_of
+from rewards.pool import RewardPool
+from rollout import ledger
+from rollout.scored import with_part, with_scores
+
+if TYPE_CHECKING:
+    from learner.trainer.trainer import Trainer
+
+# The folder of a replay, which gleaner report, gleaner eval and gleaner rollouts show read as that of a run.
+
+
+class ReplayFolder:
+    """path: a new folder, or an empty one. facts: for replay.json. rescored: whether the groups have other rewards than
+    the recorded ones; else the run's own files are linked to. Raises ReplayError where it cannot be written."""
+
+    def __init__(self, path: Path, config: RunConfig, facts: dict[str, Any], *, rescored: bool) -> None:
+        self.path, self._rescored, self._steps = path, rescored, 0
+        self._whole = config.learner.mode == "full"
+        rollouts = path / "rollouts"
+        try:
+            rollouts.mkdir(parents=True)
+            (path / "config.yaml").write_text(to_yaml(config))
+            (path / REPLAY).write_text(json.dumps(facts, indent=1))
+        except OSError as error:
+            raise ReplayError(f"--output: {path} cannot be written ({error.strerror}); give another folder") from error
+        self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
+
+    def add(self, taken: Taken) -> None:
+        """A step: its metrics, its rollouts, and the mismatch of their tokens with this learner."""
+        step = taken.step
+        if self._rescored:
+            ledger.write(self._rollouts, step.number, taken.groups)
+        else:
+            link = self._rollouts / step.file.name
+            link.symlink_to(os.path.relpath(step.file.resolve(), self._rollouts.resolve()))
+        record.write_mismatch(self.path, step.number, taken.groups[: taken.trained], taken.mismatch)
+        self._metrics.log(step.number, taken.metrics)
+        self._steps += 1
+
+    async def finish(self, learner: Learner) -> None:
+        """What was learned, in the form in which a run publishes it."""
+        with tempfile.TemporaryDirectory(dir=self.path) as saved:
+            await learner.save(Path(saved))
+            if self._whole:
+                shutil.move(Path(saved) / MODEL, self.path / MODEL)
+                return
+            for name in ADAPTER_FILES:
+                if (source := Path(saved) / name).exists():
+                    target = self.path / "adapter" / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._metrics.close()
+        if kind is None:
+            return
+        if self._steps == 0:
+            shutil.rmtree(self.path)
+        else:
+            print(
+                f"unfinished {self.path} has {self._steps} steps and not what was learned; for another try delete it, "
+                "or give another --output",
+                file=sys.stderr,
+            )
+
+
+def place_for(run: Path, output: Path | None) -> Path:
+    """The folder that is asked for, or the first that is free beside the run. Raises ReplayError if it holds
+    something."""
+    if output is None:
+        beside = run.resolve()
+        own = re.sub(r"[^A-Za-z0-9._-]", "-", beside.name)  # a run's name has no others
+        names = (f"{own}-replay{'' if number == 1 else f'-{number}'}" for number in range(1, 10**6))
+        return next(place for name in names if not (place := beside.with_name(name)).exists())
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ReplayError(f"--output: must be a new folder or an empty one, got {output}; give another")
+    if not re.fullmatch(NAME, output.absolute().name):
+        raise ReplayError(
+            f"--output: its last part names a run, so it must be of letters, digits, dots, dashes and _, got {output}"
+        )
+    return output.absolute()
+
+
+# Other rewards for recorded completions: by reward functions in their own processes, and by reward models on the
+# learner's base, as in a run.
+
+
+def try_on(config: RunConfig, group: pa.Table) -> None:
+    """Calls each function once. Not from inside an event loop. Raises RewardError."""
+    if functions := functions_of(config.rewards):
+        try_rewards(functions, group_of(group), config.rollout.reward_memory)
+
+
+@asynccontextmanager
+async def scoring(config: RunConfig) -> AsyncIterator[Scoring]:
+    """What gives groups the rewards of this configuration, in the place of those that they have."""
+    functions, models = functions_of(config.rewards), adapters_of(config.rewards)
+    workers, memory = config.rollout.reward_workers, config.rollout.reward_memory
+
+    async def score(trainer: "Trainer", groups: list[pa.Table]) -> list[pa.Table]:
+        scores = await asyncio.gather(*(pool.score(group_of(group)) for group in groups))
+        groups = [with_scores(group, given) for group, given in zip(groups, scores, strict=True)]
+        said = await trainer.score(groups) if models else []
+        begin = 0
+        for place, group in enumerate(groups):
+            for model, numbers in zip(models, said, strict=True):
+                group = with_part(group, str(model.name), model.weight, numbers[begin : begin + len(group)])
+            groups[place], begin = group, begin + len(group)
+        return groups
+
+    async with RewardPool(functions, workers=workers, memory_bytes=memory) as pool:
+        yield score
+
+
+# Which settings a replay may have other than the run, since the run's completions are what they are.
+
+REWARDS = "rewards"
+POSSIBLE = ("learner", REWARDS, "cluster.cpus.learner", "cluster.gpus.learner")
+NOT_ALONE = ("learner.groups_per_step", "learner.push", "learner.restarts")  # of the run's other processes too
+WHERE = (
+    "cluster.cpus.learner", "cluster.gpus.learner", "learner.checkpointing", "learner.offload_boundaries",
+    "learner.token_budget",
+)  # fmt: skip
+
+Changes = dict[str, tuple[Any, Any]]  # dotted key -> the run's value, and the replay's
+
+
+def changes_of(then: RunConfig, now: RunConfig) -> Changes:
+    """What differs."""
+    old, new = (dict(_leaves(one)) for one in (then, now))
+    keys = dict.fromkeys([*old, *new])
+    return {key: (old.get(key), new.get(key)) for key in keys if not same_value(old.get(key), new.get(key))}
+
+
+def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> Changes:
+    """With the rewards among them where they are named with the value that they have: the functions in their files may
+    be others now."""
+    named = any(word.partition("=")[0].strip().partition(".")[0] == REWARDS for word in overrides)
+    if not named or rescored(changes):
+        return changes
+    uses = [reward.use for reward in then.rewards]
+    return changes | {REWARDS: (uses, uses)}
+
+
+def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int) -> None:
+    """Raises ReplayError, with a line for each change that would need other completions, or another beginning."""
+    if then.learner.mode == "full" and then.memory.base == "sharded":
+        raise ReplayError(
+            "memory.base: a replay has the whole model in one process, and a run with learner.mode=full and "
+            "memory.base=sharded sums and rounds in its shards otherwise, so its steps cannot be taken again; --bisect "
+            "looks at what it recorded"
+        )
+    wrong = [
+        f"{key}: must be as in the run, whose completions a replay takes as they are; for another value start a run: "
+        f"gleaner train --config {then.run_dir / 'config.yaml'} {key}=... name=..."
+        for key in changes
+        if not _within(key, POSSIBLE) or _within(key, NOT_ALONE)
+    ]
+    if start > 0:
+        wrong += [
+            f"{key}: must be as in the run where a replay begins at a checkpoint, whose weights and optimizer are made "
+            "for it; leave out --from"
+            for key in changes
+            if _within(key, FIXED)
+        ]
+    if now.env.use is not None and _within_any(changes, REWARDS):
+        wrong.append(
+            "rewards: must be as in the run with env.use, since what an environment gave for a turn cannot be taken "
+            "out of a reward again; for others start a run"
+        )
+    if wrong:
+        raise ReplayError("\n".join(wrong))
+
+
+def decides(changes: Changes) -> bool:
+    """Whether any of them changes more than where, and in which pieces, the same is computed."""
+    return any(not _within(key, WHERE) for key in changes)
+
+
+def rescored(changes: Changes) -> bool:
+    """Whether the completions get other rewards."""
+    return _within_any(changes, REWARDS)
+
+
+def computes_elsewhere(changes: Changes) -> bool:
+    """Whether threads, device or micro-batches are to be others than the recorded ones."""
+    return any(_within(key, WHERE) for key in changes)
+
+
+def own_loss(changes: Changes) -> bool:
+    """Whether the loss is another."""
+    return _within_any(changes, "learner.loss")
+
+
+def _leaves(config: RunConfig) -> list[tuple[str, Any]]:
+    values = config.model_dump(mode="json", exclude={"name", "output_dir"})
+    return [leaf for section, value in values.items() for leaf in leaves(section, value)]
+
+
+def _within(key: str, ones: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in ones)
+
+
+def _within_any(changes: Changes, one: str) -> bool:
+    return any(_within(key, (one,)) for key in changes)
+
 
 FAR = 1e-2  # nats a token, where guard.mismatch_k3 is null
 

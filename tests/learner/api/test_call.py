@@ -18,7 +18,7 @@ import yaml
 from learner import InputError, TrainError, TrainResult, evaluate, plan, train
 from learner.api.calls import MetricsLines
 from learner.api.settings import ARGUMENTS, Inputs, checked, tree_of
-from learner.tools.eval_scores import Estimate
+from learner.tools.evaluation import Estimate
 from rewards.loader import load
 from rollout.data import files
 

@@ -12,7 +12,7 @@ from cluster.config import DeadlineConfig
 from learner.config import RunConfig
 from learner.driver import evaluate as held_out_calls
 from learner.driver.evaluate import Calls, Evaluation, calls_of, evaluate, generate
-from learner.tools.eval_generators import EvaluatedWorker
+from learner.tools.evaluation import EvaluatedWorker
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_problem
 from rollout.fake_worker import FakeWorker

@@ -30,7 +30,7 @@ from learner.model.adapter_config import AdapterError
 from learner.model.base import without_weights
 from learner.model.export import served_config, served_weights
 from learner.model.shared_base_trial import not_by_rows
-from learner.tools.eval_generators import policy_of
+from learner.tools.evaluation import policy_of
 from rollout.data.chat import Chat
 from rollout.data.weight_files import WEIGHTS_FILE, WeightsError
 from rollout.shared_base.manifest import View

@@ -21,8 +21,8 @@ from learner.driver.roles import Wanted, look, needs, worker_spec
 from learner.main import main
 from learner.model.base import has_4_bit_layers, load_base, tensor_files
 from learner.tools.eval_command import Asked, _meant
-from learner.tools.export.tokenizer_files import write_tokenizer
-from learner.tools.report.words import Words
+from learner.tools.export.merge import write_tokenizer
+from learner.tools.report.page import Words
 from rollout.data.chat import Chat
 from rollout.data.chat_error import ChatError
 from rollout.data.model_files import read_json

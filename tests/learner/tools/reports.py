@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from learner.tools.report.packing import unpacked
+from learner.tools.report.completions import unpacked
 from rollout import ledger
 from rollout.fake_groups import make_group
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from learner.tools.built_ins import built_ins
 from learner.tools.cli import build, main
+from learner.tools.rewards_try import built_ins
 from rewards.loader import BUILT_INS
 from tests.cli_page import DOCUMENT, commands, document
 

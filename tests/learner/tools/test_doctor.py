@@ -10,9 +10,7 @@ import pytest
 
 from cluster.nvml import Card
 from learner.tools.cli import main
-from learner.tools.doctor import runs_here
-from learner.tools.doctor_checks import findings
-from learner.tools.machine_facts import Facts
+from learner.tools.doctor import Facts, findings, runs_here
 
 GIB = 2**30
 H100 = Card("NVIDIA H100 80GB HBM3", "GPU-1", 80 * GIB, 79 * GIB, (9, 0))

@@ -18,10 +18,22 @@ from cluster.config import DeadlineConfig
 from learner.config import RunConfig, roles
 from learner.driver.evaluate import generate
 from learner.tools.cli import main
-from learner.tools.eval_answers import answer_of
-from learner.tools.eval_generators import EvaluatedWorker
-from learner.tools.eval_scores import Sampled, interval, majority, pass_at_k, powers_to, summary
-from learner.tools.evaluation import _asked, _without_learner, doubts, metrics_of, said_in, truncated_share
+from learner.tools.evaluation import (
+    EvaluatedWorker,
+    Sampled,
+    _asked,
+    _without_learner,
+    answer_of,
+    doubts,
+    interval,
+    majority,
+    metrics_of,
+    pass_at_k,
+    powers_to,
+    said_in,
+    summary,
+    truncated_share,
+)
 from rollout.fake_engine import FakeEngine
 from rollout.fake_groups import make_group, make_problem
 from rollout.fake_worker import FakeWorker

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from learner.tools.eval_progress import EvalProgress
+from learner.tools.eval_command import EvalProgress
 
 
 def test_without_a_terminal_a_line_every_ten_seconds_says_how_long_it_will_take(

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.random_families import make_family
 from learner.driver.checkpoint import name_of
 from learner.tools.cli import main
-from learner.tools.export.paths import shortened
+from learner.tools.export.card import shortened
 from tests.learner.tools.exports import STEP, run_folder
 
 IDS = torch.tensor([[5, 9, 200, 33, 71, 8]])

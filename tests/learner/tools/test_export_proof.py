@@ -8,8 +8,13 @@ from math import nan
 import pytest
 import torch
 
-from learner.tools.export.errors import ExportFailed
-from learner.tools.export.proof import Proof, Said, check, compare
+from learner.tools.export.source import (
+    ExportFailed,
+    Proof,
+    Said,
+    check,
+    compare,
+)
 
 GOOD = Proof("bfloat16", tokens=9, recorded=True, moved=0.2, rms=0.05, worst=0.5, greedy=8, flipped=0)
 

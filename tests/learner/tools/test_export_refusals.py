@@ -14,8 +14,8 @@ import pytest
 from cluster.files import digests_in
 from learner.driver import checkpoint
 from learner.tools.cli import main
-from learner.tools.export import command, room
-from learner.tools.export.windows import Window
+from learner.tools.export import command, source
+from learner.tools.export.source import Window
 from tests.learner.tools.exports import STEP
 
 STEP_FOLDER = f"checkpoints/{checkpoint.name_of(STEP)}"
@@ -106,10 +106,10 @@ def test_too_little_room_is_told_in_bytes(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["export", str(made), str(tmp_path / "out")]
-    monkeypatch.setattr(room, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(source, "available_memory", lambda: 2**20)
     assert main(words) == 2
     assert "merging in float32 needs 1.9 GiB of memory, 1 MiB are free; give --adapter-only" in capsys.readouterr().err
-    monkeypatch.setattr(room, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(source, "available_memory", lambda: 2**40)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
     assert main(words) == 2
     assert f"OUT: needs 48 MiB on the disk of {tmp_path}, which has 1 MiB left" in capsys.readouterr().err

@@ -19,12 +19,12 @@ import yaml
 
 from learner.driver import record as mismatch_files
 from learner.tools.cli import main
-from learner.tools.replay import shown
-from learner.tools.replay.changes import changes_of, check_possible
+from learner.tools.replay import command
+from learner.tools.replay.command import Compared
 from learner.tools.replay.recorded import ReplayError, read_recorded
-from learner.tools.replay.same import Compared
-from learner.tools.report.build import blocks_of
-from learner.tools.report.packing import unpacked
+from learner.tools.replay.what_if import changes_of, check_possible
+from learner.tools.report.completions import unpacked
+from learner.tools.report.page import blocks_of
 from learner.trainer import float32_products
 from rollout import ledger
 from rollout.env.config import EnvConfig
@@ -106,7 +106,7 @@ def test_a_changed_ledger_is_found_at_its_step(run: Path, capsys: pytest.Capture
 
 
 def test_a_metric_is_shown_under_its_name(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown.difference(read_recorded(recorded), Compared(1, (None, "now"), {"env/a[/b]": (None, 1.0)}))
+    command.show_difference(read_recorded(recorded), Compared(1, (None, "now"), {"env/a[/b]": (None, 1.0)}))
     assert "env/a[/b]" in capsys.readouterr().out
 
 

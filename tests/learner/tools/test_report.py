@@ -16,11 +16,8 @@ import pytest
 from cluster import run_lock
 from learner.driver import record
 from learner.tools.cli import main
-from learner.tools.report.completions import read_step
-from learner.tools.report.packing import unpacked
-from learner.tools.report.sample import spread
-from learner.tools.report.token_bytes import bytes_of
-from learner.tools.report.words import Words
+from learner.tools.report.completions import read_step, spread, unpacked
+from learner.tools.report.page import Words, bytes_of
 from learner.tools.report.write import report
 from rollout import ledger
 from rollout.env.trajectory import Played

@@ -14,10 +14,9 @@ import pytest
 from cluster import run_lock
 from learner.driver import record
 from learner.tools.cli import main
-from learner.tools.report import live
-from learner.tools.report.completions import Step, read_step
-from learner.tools.report.live import LiveServer, Watched
-from learner.tools.report.packing import unpacked
+from learner.tools.report import write
+from learner.tools.report.completions import Step, read_step, unpacked
+from learner.tools.report.write import LiveServer, Watched
 from rollout import ledger
 from rollout.fake_groups import make_group
 from tests.learner.tools.reports import HOSTILE, PHASES, blocks, report_run
@@ -87,7 +86,7 @@ def test_past_the_limit_a_new_step_is_all_that_is_read(run: Path, monkeypatch: p
         read.append(file.stem)
         return read_step(file, *rest, **more)
 
-    monkeypatch.setattr("learner.tools.report.live.read_step", counted)
+    monkeypatch.setattr("learner.tools.report.write.read_step", counted)
     files = [ledger.write(run / "rollouts", step, [make_group(0)]) for step in (1, 2)]
     watched = Watched(run, None, 9 * len(read_step(files[0], advantage="none", tokens=True).block))
     for step in range(3, 60):
@@ -106,18 +105,18 @@ def test_only_who_has_the_key_and_the_right_host_is_served(served: LiveServer) -
 
 
 def test_connections_that_ask_nothing_are_few_and_end(served: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live._Handler, "timeout", 30.0)
+    monkeypatch.setattr(write._Handler, "timeout", 30.0)
     threads = threading.active_count()
     where = "127.0.0.1", served.server_port
-    waiting = [socket.create_connection(where) for _ in range(live.MOST)]
+    waiting = [socket.create_connection(where) for _ in range(write.MOST)]
     for one in waiting:
         one.sendall(b"GET / HTTP/1.1\r\nHost: ")  # and no more
     more = [socket.create_connection(where) for _ in range(5)]
     assert [one.recv(1) for one in more] == [b""] * 5
-    assert threading.active_count() <= threads + live.MOST
+    assert threading.active_count() <= threads + write.MOST
     for one in (*waiting, *more):
         one.close()
-    monkeypatch.setattr(live._Handler, "timeout", 0.05)
+    monkeypatch.setattr(write._Handler, "timeout", 0.05)
     status = 0
     while status != 404:  # once the threads have seen it
         with suppress(ConnectionError, RemoteDisconnected):

@@ -20,9 +20,8 @@ from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
-from learner.tools.bradley_terry import ROLE, PairLearner, _loss
+from learner.tools.bradley_terry import ROLE, Pair, PairLearner, PairsError, _loss, read_pairs
 from learner.tools.cli import main
-from learner.tools.pairs import Pair, PairsError, read_pairs
 from learner.trainer.memory_limit import TokenBudget
 from rollout.data.chat import Chat
 from rollout.data.files import ProblemsError

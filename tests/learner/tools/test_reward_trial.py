@@ -11,10 +11,9 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from learner.tools import evaluation
+from learner.tools import evaluation, reward_trial
 from learner.tools.cli import main
-from learner.tools.reward_trial import view
-from learner.tools.reward_trial.cases import read_completions
+from learner.tools.reward_trial import read_completions
 from rollout.data.model_files import template_in
 from rollout.fake_groups import make_group
 from tests.documented.blocks import ROOT
@@ -208,4 +207,4 @@ def test_of_several_templates_the_default_one_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ms", "text"), [(0.0712, "0.0712 ms"), (999.4, "999 ms"), (45e3, "45 s"), (2.5e6, "2500 s")])
 def test_a_time_is_told_in_a_unit_in_which_it_is_short(ms: float, text: str) -> None:
-    assert view.duration(ms) == text
+    assert reward_trial.duration(ms) == text

@@ -13,8 +13,7 @@ import pytest
 from textual.widgets import DataTable
 
 from learner.tools.cli import main
-from learner.tools.terminal.app import STEPS, RunApp
-from learner.tools.terminal.curves import Curves
+from learner.tools.terminal import STEPS, Curves, RunApp
 from rollout import ledger
 from rollout.fake_groups import make_group
 

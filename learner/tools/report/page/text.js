@@ -25,7 +25,7 @@ function redrawn(box, ...children) {
 }
 
 // Shown by their numbers: control characters, those that turn the direction of what follows, and others that one would
-// not see (the categories of learner/tools/rollout_view.py). Many of one kind in a row are shown once.
+// not see (the categories of learner/tools/rollouts.py). Many of one kind in a row are shown once.
 const HIDDEN = /((?![\t\n])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}])\1*/gu;
 
 function written(parent, text) {

@@ -1,22 +1,183 @@
-"""The first screen: curves, the steps (newest first), and the groups of the step that is chosen."""
+"""The curves of a run as one line each."""
 
 import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import ClassVar
+from statistics import fmean
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
-from textual.containers import Horizontal
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.containers import Horizontal, VerticalScroll
+from textual.events import Resize
+from textual.screen import Screen
+from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 
 from learner.driver.console import escaped, sentence
 from learner.tools.report.run_folder import ReportError, Run, read_run
-from learner.tools.report.starts import starts_of
-from learner.tools.rollouts import RolloutsError
-from learner.tools.terminal.curves import Curves, number
-from learner.tools.terminal.group_screen import GroupScreen
-from learner.tools.terminal.groups import ORDERS, Listed, groups_of, listed
+from learner.tools.report.summary import is_score, starts_of
+from learner.tools.rollouts import RolloutsError, of_group, rows_of
+
+CURVES = (
+    "reward/mean", "eval/accuracy", "reward/failed", "rollout/completion_length", "policy/entropy", "policy/kl",
+    "policy/mismatch_max", "policy/staleness_mean", "loss/grad_norm", "time/step",
+)  # fmt: skip
+REWARDS = 4  # of the functions' own numbers, behind these
+
+
+def names_of(run: Run) -> list[str]:
+    """Those that are drawn."""
+    known = [name for name in CURVES if name in run.metrics]
+    own = [name for name in run.metrics if name.startswith("reward/") and is_score(name) and name not in known]
+    return known + own[:REWARDS]
+
+
+def number(value: float | None) -> str:
+    """Three digits of it."""
+    return "" if value is None else f"{value:.3g}"
+
+
+class Curves(VerticalScroll, can_focus=False):
+    """A line for each metric: its name, its course, its newest value."""
+
+    DEFAULT_CSS = """
+    Curves { height: auto; max-height: 40%; border: round $primary-muted; }
+    Curves Horizontal { height: 1; }
+    Curves .name { width: 28; color: $text-muted; }
+    Curves .value { width: 12; text-align: right; }
+    Curves Sparkline { width: 1fr; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str] = []
+
+    async def draw(self, run: Run) -> None:
+        """As the run is now."""
+        names = names_of(run)
+        if names != self.shown:
+            self.shown = names
+            await self.remove_children()
+            await self.mount(*(_Curve(name) for name in names))
+        for name, row in zip(names, self.query(_Curve), strict=True):
+            row.draw([value for value in run.metrics[name] if value is not None])
+
+
+class _Curve(Horizontal):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._metric = name
+
+    def compose(self) -> ComposeResult:
+        yield Static(Text(escaped(self._metric), no_wrap=True), classes="name")
+        yield Sparkline([])
+        yield Static("", classes="value")
+
+    def draw(self, values: list[float]) -> None:
+        """values: those that are known, oldest first."""
+        self.query_one(Sparkline).data = values
+        self.query_one(".value", Static).update(Text(number(values[-1] if values else None)))
+
+
+# The groups of a step: which are listed, and in which order.
+
+ORDERS = ("as trained", "lowest reward", "highest reward", "widest spread")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A group. rows: its completions (learner.tools.rollouts.rows_of). rewards: of those that have one."""
+
+    rows: list[dict[str, Any]]
+    rewards: list[float]
+
+    @property
+    def problem(self) -> str:
+        """Its id."""
+        return str(self.rows[0]["problem_id"])
+
+    @property
+    def asked(self) -> str:
+        """The last message of the prompt, in one line."""
+        content = self.rows[0]["prompt"][-1].get("content") if self.rows[0]["prompt"] else ""
+        return " ".join(str(content).split())
+
+    @property
+    def failed(self) -> int:
+        """Completions that a reward function or the environment failed on."""
+        return sum(row["reward_status"] not in ("ok", "none") for row in self.rows)
+
+
+def groups_of(file: Path) -> list[Listed]:
+    """Of a step file, in its order. Raises RolloutsError."""
+    groups = [list(rows) for _, rows in groupby(rows_of(file), key=lambda row: row["group_id"])]
+    return [Listed(rows, [float(row["reward"]) for row in rows if row["reward"] is not None]) for rows in groups]
+
+
+def listed(groups: list[Listed], words: str, order: str, *, failed: bool) -> list[Listed]:
+    """Those with the words in the problem's id or its prompt. order: one of ORDERS; groups without a reward come last.
+    failed: only those with a completion that failed."""
+    sought = words.lower().strip()
+    found = [one for one in groups if sought in f"{one.problem} {one.asked}".lower() and (one.failed or not failed)]
+    keys: dict[str, Callable[[Listed], float]] = {
+        "lowest reward": lambda one: fmean(one.rewards),
+        "highest reward": lambda one: -fmean(one.rewards),
+        "widest spread": lambda one: min(one.rewards) - max(one.rewards),
+    }
+    if order not in keys:
+        return found
+    return sorted(found, key=lambda one: keys[order](one) if one.rewards else float("inf"))
+
+
+# One group on the whole screen: its prompt, and its completions side by side.
+
+
+class GroupScreen(Screen[int]):
+    """Of the groups of a list, one after the other; leaves with the place of the last one that was shown."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("escape,q", "leave", "List"),
+        ("n", "move(1)", "Next group"),
+        ("p", "move(-1)", "Previous"),
+    ]
+    CSS = "GroupScreen .title { background: $primary-muted; }"
+
+    def __init__(self, step: int, groups: list[Listed], place: int) -> None:
+        super().__init__()
+        self._step, self._groups, self._place = step, groups, place
+
+    def compose(self) -> ComposeResult:
+        yield Static(classes="title")
+        with VerticalScroll():
+            yield Static(id="group")
+        yield Footer()
+
+    def on_resize(self, event: Resize) -> None:
+        """How many stand beside each other depends on it."""
+        self._draw(event.size.width)
+
+    def action_move(self, by: int) -> None:
+        """To another group of the list."""
+        self._place = min(max(self._place + by, 0), len(self._groups) - 1)
+        self._draw(self.size.width)
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+
+    def action_leave(self) -> None:
+        """Back to the list."""
+        self.dismiss(self._place)
+
+    def _draw(self, width: int) -> None:
+        one = self._groups[self._place]
+        title = f"step {self._step}  problem {escaped(one.problem)}  {self._place + 1} of {len(self._groups)}"
+        self.query_one(".title", Static).update(Text(title, no_wrap=True))
+        self.query_one("#group", Static).update(of_group(one.rows, width - 2))
+
+
+# The first screen: curves, the steps (newest first), and the groups of the step that is chosen.
 
 EVERY_S = 2.0
 STEPS = {
@@ -185,3 +346,27 @@ def _cells(one: Listed) -> tuple[str, ...]:
     known = one.rewards
     rewards = [number(sum(known) / len(known)), number(min(known)), number(max(known))] if known else ["none", "", ""]
     return (escaped(one.problem), *rewards, str(one.failed or ""), escaped(one.asked[:WIDE]))
+
+
+# `gleaner report RUN --terminal`.
+
+
+def show(run: Path) -> int:
+    """Until its user leaves. Exit code: 0; 1 without textual or without a terminal; 2 where there is nothing to
+    show."""
+    try:
+        read_run(run)
+    except ReportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        pass  # CODEMOD
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        print("error: --terminal needs textual: pip install 'gleaner-rl[terminal]'", file=sys.stderr)
+        return 1
+    if not sys.stdout.isatty():
+        print("error: --terminal: must be a terminal, and the output goes elsewhere; leave it out", file=sys.stderr)
+        return 1
+    return RunApp(run).run() or 0

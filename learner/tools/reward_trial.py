@@ -1,0 +1,416 @@
+"""Rows of the data, and the completions that reward functions are tried on."""
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import ValidationError
+
+from cluster.reading import Unreadable
+from learner.config.load import ConfigError, parse_value, sentences
+from learner.driver.console import escaped
+from learner.driver.input_checks import prefilled_notes
+from rewards.base import RewardError
+from rewards.call import Group
+from rewards.check import try_rewards
+from rewards.config import RewardConfig
+from rewards.memory import DEFAULT
+from rewards.pool import RewardPool, Scores
+from rewards.text import opening_at_end
+from rollout import ledger
+from rollout.config import DataConfig, parse_size
+from rollout.data import sources
+from rollout.data.chat_error import ChatError
+from rollout.data.model_files import template_in
+from rollout.data.prompts import messages_of
+from rollout.data.sources import ProblemsError, Row
+from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole
+
+REFERENCES = ("answer", "ground_truth", "solution", "completion", "chosen")  # may hold what a right completion says
+
+
+class TrialError(ValueError):
+    """What was asked for cannot be tried."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One row. completions: what each is called (reference, empty, given, generated), and its text."""
+
+    id: str
+    messages: list[dict[str, str]]
+    columns: Row
+    completions: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, kind: str, texts: Sequence[str]) -> None:
+        self.completions += [(kind, text) for text in texts]
+
+
+def read_cases(data: DataConfig, size: int, seed: int) -> list[Case]:
+    """The first `size` rows, in the order of the source. Raises ProblemsError."""
+    size = min(size, data.size or size)
+    rows = sources.read(data.path, data.split, data.args, size, seed)
+    name = sources.label(data.path, data.split)
+    return [Case(f"{name}-{i}", messages_of(row, data, f"{name}-{i}"), row) for i, row in enumerate(rows)]
+
+
+def reference_column(row: Mapping[str, Any], rewards: Sequence[RewardConfig]) -> str | None:
+    """The column that the reward functions' `column` names, or one that is usually called so; None where there is
+    none with a text or a number."""
+    named = [reward.args["column"] for reward in rewards if isinstance(reward.args.get("column"), str)]
+    return next((one for one in (*named, *REFERENCES) if isinstance(row.get(one), str | int | float)), None)
+
+
+def reference_of(case: Case, template: str) -> str | None:
+    """What the template, or the column of that name, makes of the row; None where that is empty. Raises TrialError."""
+    asked = f"{{{template}}}" if template in case.columns else template
+    value = case.columns.get(template, "")
+    if template in case.columns and (value is None or not str(value).strip()):
+        return None
+    try:
+        (message,) = messages_of(case.columns, DataConfig(path="-", prompt=asked), case.id)
+    except ProblemsError as error:
+        raise TrialError(str(error).replace("data.prompt:", "--reference:")) from None
+    return message["content"]
+
+
+def read_completions(file: Path) -> list[list[str]]:
+    """Of each row its completions: a line is a text, a list of texts, or an object with `completion`, in JSON. Raises
+    TrialError."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrialError(f"--completions: {file} cannot be read ({error}); give a file of JSON lines") from None
+    if not lines:
+        raise TrialError(f"--completions: {file} is empty; write a line for each row of the data")
+    return [_texts(line, f"--completions: line {number} of {file}") for number, line in enumerate(lines, 1)]
+
+
+def _texts(line: str, where: str) -> list[str]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    found = found.get("completion") if isinstance(found, dict) else found
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TrialError(
+            f'{where} must be in JSON a text, a list of texts or {{"completion": ...}}, got {line[:60]}; correct it'
+        )
+    return texts
+
+
+# Completions as reward functions get them in a run, and what these say.
+
+TAG = re.compile(r"<[A-Za-z_][\w.-]*>")
+STAND_IN = "completion_ids are the bytes of the texts here, since no model's folder is named that has a tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One row. ms: of the call of each reward function, in their order; loading is not in it."""
+
+    case: Case
+    scores: Scores
+    ms: list[float]
+
+
+class Texts:
+    """What a model's tokenizer and chat template make of texts, as far as reward functions see it, without loading the
+    model's libraries, unless its template may open a tag for the completion. model: a folder; of anything else
+    conversations and bytes stand in, which `note` says. data: of the run, which says how templates are used."""
+
+    def __init__(self, model: str | None, data: DataConfig | None = None) -> None:
+        folder = Path(model) if model is not None else None
+        file = folder / "tokenizer.json" if folder is not None else None
+        self._tokenizer: Any = None
+        as_it_stands = data is not None and data.chat_template == "none"
+        self.note, self._plain = STAND_IN, as_it_stands
+        self._chat: Any = None
+        if folder is not None and file is not None and file.is_file():
+            from tokenizers import Tokenizer
+
+            self._tokenizer, self.note = Tokenizer.from_file(str(file)), ""
+            template = "" if as_it_stands else _template(folder)
+            self._plain = not template
+            if TAG.search(template):
+                from rollout.data.chat import Chat  # here: transformers loads with it
+
+                self._chat = Chat.load(str(folder), data.chat_template_kwargs if data else None)
+
+    def group(self, case: Case) -> Group:
+        """The prompt is plain text where the model has no chat template."""
+        texts = [text for _, text in case.completions]
+        prompt = _plain(case) if self._plain else case.messages
+        return Group.of(prompt, texts, [*map(self._ids, texts)], case.columns, self.prefilled(case))
+
+    def prefilled(self, case: Case) -> str:
+        """The opening tag that its prompt ends in, or ""."""
+        if self._plain:
+            return opening_at_end(_plain(case))
+        return "" if self._chat is None else self._chat.prefilled(self._chat.render(case.messages)[1])
+
+    def _ids(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            return list(text.encode())
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _plain(case: Case) -> str:
+    return "\n\n".join(message["content"] for message in case.messages)
+
+
+def _template(folder: Path) -> str:
+    try:
+        return template_in(folder) or ""
+    except Unreadable as error:
+        raise ChatError(f"model.path: {error}; copy it again") from None
+
+
+async def score(
+    rewards: Sequence[RewardConfig], memory_bytes: int, texts: Texts, cases: Sequence[Case]
+) -> list[Scored]:
+    """A row after the other, its completions as one group. Raises RewardError for functions that do not load, or end
+    their process, on the first row."""
+    found: list[Scored] = []
+    async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
+        for case in cases:
+            verdicts = await pool.verdicts(texts.group(case))
+            unusable = [i for i, one in enumerate(verdicts) if one.status == "error" and not one.ms and not found]
+            if unusable:
+                raise RewardError("\n".join(pool.sentence(i, verdicts[i]) for i in unusable))
+            ms = [verdict.ms for verdict in verdicts]
+            found.append(Scored(case, pool.combine(verdicts, len(case.completions), sum(ms)), ms))
+    return found
+
+
+# What a trial of reward functions says: on a terminal, and as JSON.
+
+PROMPT, TEXT = 240, 100  # characters that are shown
+SENTENCES = 3  # of failures of one reward function
+UNTOLD = (
+    "no reward function tells a reference answer from an empty completion; give it the form that they read, for "
+    "example --reference '<answer>{answer}</answer>'"
+)
+
+
+def as_text(found: Sequence[Scored], notes: Sequence[str]) -> str:
+    """Row by row the prompt and each completion with its values; then each function over all rows."""
+    lines = []
+    for one in found:
+        said = one.case.messages[-1]
+        lines += [f"{one.case.id}  {said['role']}: {_short(said['content'], PROMPT)}"]
+        kinds = [kind for kind, _ in one.case.completions]
+        wide = max(map(len, kinds), default=0)
+        for i, (kind, text) in enumerate(one.case.completions):
+            lines.append(f"  {kind:{wide}}  {_values(one, i)}  {_short(text, TEXT) or '(nothing)'}")
+    return "\n".join([*lines, "", *_functions(found), *_failures(found), *_zeroed(found), *notes, *_hint(found)])
+
+
+def as_json(found: Sequence[Scored]) -> dict[str, Any]:
+    """All of it: what is no number is null."""
+    rows = [
+        {
+            "id": one.case.id, "prompt": one.case.messages, "kind": kind, "completion": text,
+            "reward": one.scores.reward[i], "status": one.scores.status[i],
+            "parts": {name: _finite(values[i]) for name, values in one.scores.parts.items()},
+            "error": one.scores.errors[i],
+        }
+        for one in found
+        for i, (kind, text) in enumerate(one.case.completions)
+    ]  # fmt: skip
+    names = list(found[0].scores.parts) if found else []
+    calls = {name: {"ms": [one.ms[at] for one in found]} for at, name in enumerate(names)}
+    return {"completions": rows, "functions": calls, "failures": sorted(_sentences(found))}
+
+
+def failed(found: Sequence[Scored]) -> bool:
+    """Whether a reward function failed on a completion."""
+    return bool(_sentences(found))
+
+
+def _values(one: Scored, i: int) -> str:
+    parts = "  ".join(f"{name} {_number(values[i]):6}" for name, values in one.scores.parts.items())
+    reward = one.scores.reward[i]
+    return f"{parts}  reward {one.scores.status[i] if reward is None else _number(reward):6}"
+
+
+def _functions(found: Sequence[Scored]) -> Iterator[str]:
+    """Each function: the mean of each kind of completion, and how long its calls took."""
+    names = list(found[0].scores.parts) if found else []
+    wide = max(map(len, names), default=0)
+    for at, name in enumerate(names):
+        kinds: dict[str, list[float]] = {}
+        for one in found:
+            for (kind, _), value in zip(one.case.completions, one.scores.parts[name], strict=True):
+                kinds.setdefault(kind, []).extend([] if _finite(value) is None else [float(value or 0)])
+        means = "  ".join(f"{kind} {mean(values):.4g}" for kind, values in kinds.items() if values)
+        ms = [one.ms[at] for one in found]
+        yield f"{name:{wide}}  mean: {means or 'none'}; a call: {duration(median(ms))}, the slowest {duration(max(ms))}"
+
+
+def _sentences(found: Sequence[Scored]) -> set[str]:
+    return {sentence for one in found for sentence in one.scores.failures}
+
+
+def _zeroed(found: Sequence[Scored]) -> list[str]:
+    """Why a built-in function gave 0 to what is no wrong answer: one sentence of each kind."""
+    return sorted({kind: sentence for one in found for kind, sentence in one.scores.zeroed.items()}.values())
+
+
+def duration(ms: float) -> str:
+    """In a unit in which it is no large number."""
+    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms / 1e3:.3g} s" if ms < 1e6 else f"{ms / 1e3:.0f} s"
+
+
+def _failures(found: Sequence[Scored]) -> list[str]:
+    kept: list[str] = []
+    for sentence in sorted(_sentences(found)):
+        about = sentence.partition(":")[0]
+        if sum(other.startswith(about) for other in kept) < SENTENCES:
+            kept.append(sentence)
+    return kept
+
+
+def _hint(found: Sequence[Scored]) -> list[str]:
+    """Where the reference answers score no better than nothing at all."""
+    pairs = [dict(zip((kind for kind, _ in one.case.completions), one.scores.reward, strict=True)) for one in found]
+    told = [(pair["reference"], pair["empty"]) for pair in pairs if {"reference", "empty"} <= pair.keys()]
+    return [UNTOLD] if told and all(best == least and best is not None for best, least in told) else []
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else "failed" if math.isnan(value) else f"{value:.4g}"
+
+
+def _short(text: str, most: int) -> str:
+    line = escaped(text).replace("\n", "\\n")
+    return line if len(line) <= most else f"{line[:most]}..."
+
+
+# Scores saved rollouts with a reward, as training would, and draws the distribution: try a reward before a run.
+
+BINS = 10
+WIDTH = 40
+SHOWN = 400  # characters of a completion
+
+
+class RescoreError(ValueError):
+    """The rollouts or the reward are not usable."""
+
+
+def rescore(
+    use: str,
+    folder: str,
+    num_steps: int,
+    timeout_s: float,
+    arguments: Sequence[str],
+    env: Sequence[str] = (),
+    memory: str | int = DEFAULT,
+) -> str:
+    """A printable report of the reward `use` over the newest `num_steps` step files of `folder`.
+
+    arguments: KEY=VALUE each. env: names of variables that it may see. memory: the most that its process may hold.
+    """
+    files = ledger.steps(Path(folder))[-num_steps:]
+    if not files:
+        raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
+    groups = [whole(group) for file in files for group in groups_of(_read(file))]
+    if not groups:
+        raise RescoreError(f"--rollouts: the step files of {folder} hold no completions; give others")
+    try:
+        memory_bytes = size_of(memory)
+        config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))
+        tried = try_rewards([config], group_of(groups[0]), memory_bytes)
+        scores = asyncio.run(_score(config, groups, memory_bytes))
+    except ValidationError as error:
+        raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
+    except (RewardError, ConfigError) as error:
+        raise RescoreError(str(error)) from None
+    told = [*tried.notes, *prefilled_notes([config], group_of(groups[0]).prefilled)]
+    return "\n".join([_report(use, files, groups, scores), *told])
+
+
+def _read(file: Path) -> pa.Table:
+    try:
+        return ledger.read(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RescoreError(f"--rollouts: {file} cannot be read: {reason}; take it away") from error
+
+
+def size_of(text: str | int) -> int:
+    """Bytes of what --memory says. Raises RescoreError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise RescoreError(f"--memory: {error}") from None
+
+
+def argument(text: str) -> tuple[str, Any]:
+    """Of --arg. Raises RescoreError."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise RescoreError(f"--arg: must be written KEY=VALUE, got {text!r}")
+    try:
+        return key, parse_value(value)
+    except ConfigError as error:
+        raise RescoreError(f"--arg: {error}") from None
+
+
+async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:
+    async with RewardPool([config], memory_bytes=memory_bytes) as pool:
+        return [await pool.score(group_of(rows)) for rows in groups]
+
+
+def group_of(rows: pa.Table) -> Group:
+    """What a reward function was given for this group."""
+    problem = asked_of(rows.column("problem")[0].as_py())
+    texts, ids, said = (rows.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
+    group = Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled)
+    played = [group.completions[i] if row is None else said_of(row) for i, row in enumerate(said)]
+    return replace(group, completions=played)
+
+
+def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores: Sequence[Scores]) -> str:
+    rewards = np.asarray([np.nan if r is None else r for s in scores for r in s.reward], dtype=float)
+    status = Counter(word for s in scores for word in s.status)
+    lines = [f"{use}: {len(rewards)} completions of {len(groups)} groups, {files[0].name} to {files[-1].name}"]
+    lines += [f"outcomes   {', '.join(f'{name} {count}' for name, count in status.most_common())}"]
+    lines += sorted({sentence for s in scores for sentence in s.failures})[:3]
+    valid = rewards[~np.isnan(rewards)]
+    if len(valid):
+        flat = sum(np.ptp(r) == 0 for s in scores if len(r := [x for x in s.reward if x is not None]))
+        lines += [f"mean {valid.mean():.4f}  std {valid.std():.4f}  min {valid.min():.4f}  max {valid.max():.4f}"]
+        lines += [f"groups without a signal (all rewards equal): {flat} of {len(groups)}"]
+        counts, edges = np.histogram(valid, bins=BINS)
+        for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+            lines += [f"{low:9.3f} .. {high:9.3f} {count:6d} {'#' * round(WIDTH * count / counts.max())}"]
+        lines += _examples(groups, rewards)
+    recorded = np.concatenate([rewards_of(group) for group in groups])
+    both = ~np.isnan(rewards) & ~np.isnan(recorded)
+    if both.sum() > 1 and rewards[both].std() > 0 and recorded[both].std() > 0:
+        lines += [f"correlation with the recorded reward: {np.corrcoef(rewards[both], recorded[both])[0, 1]:.3f}"]
+    return "\n".join(lines)
+
+
+def _examples(groups: Sequence[pa.Table], rewards: npt.NDArray[np.float64]) -> list[str]:
+    """A completion with the highest and one with the lowest score, so that one sees what was scored."""
+    texts = [text for group in groups for text in group.column("completion").to_pylist()]
+    chosen = {"highest": int(np.nanargmax(rewards)), "lowest": int(np.nanargmin(rewards))}
+    return [f"{name:8} {rewards[i]:.4f}  {escaped(texts[i])[:SHOWN]}" for name, i in chosen.items()]

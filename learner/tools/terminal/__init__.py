@@ -1,1 +1,0 @@
-"""A run in a terminal, while it trains or afterwards: curves, steps, completions. Nothing else imports textual."""
