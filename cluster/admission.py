@@ -25,7 +25,7 @@ or given up.
 - An admitted group has not arrived: its producer waits for its worker, and each such wait has a deadline (a call:
   group or push; a fresh process: start). It does not wait for the Buffer, since `put` lets everything in while the
   consumer waits. So the group arrives, or it is given up. Losses are counted, by worker and by problem, and too many
-  of them end the run (rollout.supervised_worker, rollout.producer).
+  of them end the run (rollout.producer, rollout.producer).
 - All admitted groups have arrived: the one of the oldest version is taken, since no older one is being generated.
 - No group is admitted: the slots in use are those of groups that were taken and not released. These are the
   t < groups_per_step groups of this batch, and those of the batch before while its policy is on its way. Together they

@@ -31,8 +31,8 @@ from examples.tiny_model import END, Recipe, make_model, make_tokenizer, padded,
 from rollout.data.chat import Chat
 from rollout.env.tasks.number_guessing import HIGHER, LOWER
 from rollout.env.tools.calculator import calculator
-from rollout.env.tools.function_tool import FunctionTool
-from rollout.env.tools.tool_calls import parse_hermes
+from rollout.env.tools.functions import FunctionTool
+from rollout.env.tools.parser import parse_hermes
 
 SPECIAL = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<answer>", "</answer>"]

@@ -55,7 +55,7 @@ def confine(memory_bytes: int, parent: int) -> None:
 
 def _may_start_processes() -> None:
     """Of multiprocessing: to it we are a daemon, which may not. By a fork, since a fresh interpreter does not know the
-    module that a user's file was loaded as (rewards.loader), nor the main module (rollout.env.processes.preload)."""
+    module that a user's file was loaded as (rewards.loader), nor the main module (rollout.env.preload)."""
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.shared_base.manifest import Manifest
+from rollout.base_manifest import Manifest
 from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,7 +10,9 @@ schema, which both ends have, does not travel (`_sent`).
 
 import copyreg
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cluster.reading import json_value
+from rewards.base import counts
+from rewards.pool import Scores
+from rollout.types import Completion
 
 VERSION = "4"
 
@@ -287,3 +292,116 @@ def oldest_versions(table: pa.Table) -> npt.NDArray[np.int64]:
 def _firsts(table: pa.Table) -> npt.NDArray[np.intp]:
     """Where each trajectory begins."""
     return np.flatnonzero(np.append(True, lasts(table)[:-1]))
+
+
+# What the generator knows of a group, in the columns of rollout.schema: everything but text and rewards.
+
+
+class Origin(NamedTuple):
+    """How a group came about. seed: None counts as -1. generate_ms: milliseconds that its sampling took. version: of
+    the newest policy, which counts for a completion without a token."""
+
+    run_id: str
+    worker: int
+    attempt: int
+    seed: int | None
+    generate_ms: float
+    version: int = 0
+
+
+def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) -> dict[str, Sequence[Any]]:
+    """Schema column -> G values, one for each completion of the group."""
+    size = len(completions)
+    same: dict[str, Any] = {
+        "run_id": by.run_id,
+        "group_id": problem.group_id(by.attempt),
+        "problem_id": problem.id,
+        "epoch": problem.epoch,
+        "position": problem.position,
+        "attempt": by.attempt,
+        "problem": problem.to_json(),
+        "prompt_ids": list(problem.prompt_ids),
+        "generate_ms": by.generate_ms,
+        "worker": by.worker,
+        "seed": -1 if by.seed is None else by.seed,
+        "created_at": time.time(),
+    }
+    facts: dict[str, Sequence[Any]] = {key: [value] * size for key, value in same.items()}
+    return facts | {
+        "loss_mask": [None] * size,
+        "turns": [[]] * size,
+        "messages": [None] * size,
+        "env_metrics": [[]] * size,
+        "reward_error": [None] * size,
+        "logged": [[]] * size,
+        "sample": list(range(size)),
+        "completion_ids": [c.token_ids for c in completions],
+        "behavior_logprobs": [c.logprobs for c in completions],
+        "token_versions": [c.versions for c in completions],
+        "policy_version_min": [_least(c.versions, by.version) for c in completions],
+        "policy_version_max": [-_least(-c.versions, -by.version) for c in completions],
+        "finish_reason": [c.finish_reason for c in completions],
+    }
+
+
+def _least(versions: npt.NDArray[np.int32], default: int) -> int:
+    return int(versions.min()) if len(versions) else default
+
+
+# Rewards for rows that rollout workers have scored: a further part, which a reward model gives, or others in their
+# place.
+
+KEYS = ("reward", "reward_status", "reward_parts", "reward_error")
+
+
+def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
+    """The rows of a group of single completions, with these rewards in the place of what they had."""
+    parts = [[{"name": name, "value": values[i]} for name, values in scores.parts.items()] for i in range(len(rows))]
+    rows = _with(rows, dict(zip(KEYS, (scores.reward, scores.status, parts, scores.errors), strict=True)))
+    logged = [[dict(zip(("name", "value", "text"), one, strict=True)) for one in row] for row in scores.logged]
+    return _with(rows, {"reward_ms": [scores.ms] * len(rows), "logged": logged})
+
+
+def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float]) -> pa.Table:
+    """The rows with `scores` as the part `name` of their rewards, which grow by weight * score.
+
+    As among reward functions (rewards.pool): a row that failed stays without a reward; one that no function scored has
+    this one's alone; and a score that does not count (rewards.base) fails its row, with status nan.
+
+    Raises ValueError: an environment has given a part of that name.
+    """
+    rewards, status, parts, errors = (rows.column(key).to_pylist() for key in KEYS)
+    if any(part["name"] == name for row in parts for part in row):
+        raise ValueError(
+            f"rewards: each part must have a name of its own, and the environment gives {name} as well; set "
+            "rewards.<i>.name"
+        )
+    summed = [
+        _summed(reward, said, own, error, name, weight, score)
+        for reward, said, own, error, score in zip(rewards, status, parts, errors, scores, strict=True)
+    ]
+    return _with(rows, dict(zip(KEYS, zip(*summed, strict=True), strict=True)))
+
+
+def _with(rows: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+    for key, values in columns.items():
+        field = SCHEMA.field(key)
+        rows = rows.set_column(SCHEMA.get_field_index(key), field, pa.array(values, field.type))
+    return rows
+
+
+def _summed(
+    reward: float | None,
+    status: str,
+    parts: list[dict[str, Any]],
+    error: str | None,
+    name: str,
+    weight: float,
+    score: float,
+) -> tuple[float | None, str, list[dict[str, Any]], str | None]:
+    parts = [*parts, {"name": name, "value": score if counts(score) else math.nan}]
+    if status not in ("ok", "none"):
+        return None, status, parts, error
+    if not counts(score):
+        return None, "nan", parts, f"reward {name!r}: nan: the reward model gave {score}, which is no finite number."
+    return (reward or 0.0) + weight * score, "ok", parts, error

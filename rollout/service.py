@@ -5,10 +5,10 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from rollout.base_manifest import Manifest
+from rollout.delivery import Answer, Receipt
 from rollout.schema import Problem
-from rollout.shared_base.manifest import Manifest
 from rollout.types import Sampling, SentPolicy, WeightsInFile
-from rollout.weight_sync import Answer, Receipt
 
 
 class RolloutService(Protocol):
@@ -27,7 +27,7 @@ class RolloutService(Protocol):
 
     async def take_policy(self, policy: SentPolicy) -> Receipt | None:
         """Takes a newer policy (requests under way: see EngineSettings.in_flight). None if the learner has written
-        a newer one in its place (rollout.weights_file), which is published by then.
+        a newer one in its place (rollout.weights), which is published by then.
 
         Raises ValueLost if it was in the memory of a learner that is gone.
         """

@@ -6,6 +6,7 @@ Letters: P prompt tokens, T completion tokens, G completions per prompt.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
@@ -13,6 +14,45 @@ from typing import Any, NamedTuple
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+
+# Seeds of what is sampled: the same for the same place in a run, whoever samples it and when.
+
+
+def seed_of(*parts: object) -> int:
+    """47 bits of them, so that neighbours (seed + j) never meet."""
+    return int.from_bytes(hashlib.sha256("-".join(map(str, parts)).encode()).digest()[:6]) >> 1
+
+
+def group_seed(run_seed: int, position: int, attempt: int) -> int:
+    """Sampling seed of a group."""
+    return seed_of(run_seed, position, attempt)
+
+
+# What ends a completion beside its length: end tokens and stop strings.
+
+
+class StopError(ValueError):
+    """A stop string that could never end a completion."""
+
+
+def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Stop strings -> the ids of those that are a special token of the tokenizer, and the other strings.
+
+    Strings are looked for in the text that reward functions are given, which has no special tokens, so such a string
+    ends completions by its id. Raises StopError for one that has a special token among other text.
+    """
+    special = {token.content: int(id_) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = tuple(special[text] for text in strings if text in special)
+    others = tuple(text for text in strings if text not in special)
+    for text in others:
+        inside = next((token for token in special if token in text), None)
+        if inside is not None:
+            raise StopError(
+                f"rollout.stop: {text!r} must not mix the special token {inside!r} with other text, since it is looked "
+                f"for in text without special tokens; give {inside!r} alone, or a string without it"
+            )
+    return ids, others
+
 
 # vLLM raises any temperature in (0, 0.01) to 0.01 with no more than a log line; the recorded logprobs would then
 # belong to another temperature than the learner assumes.
@@ -177,7 +217,7 @@ class Weights:
 
 
 class WeightsInFile(NamedTuple):
-    """Where whole weights lie for processes of the learner's machine (rollout.weights_file).
+    """Where whole weights lie for processes of the learner's machine (rollout.weights).
 
     version, digest: as of Weights. machine: cluster.machine.name of the learner's. path, inode: of the file. offset: of
     their place in it. size: in bytes, of their payload.
@@ -229,8 +269,8 @@ def digest_of_weights(payload: bytes | memoryview) -> str:
 class Held(NamedTuple):
     """A policy as one process holds it.
 
-    tensors: name -> sha256 hex (rollout.tensor_digests.digest_of_tensor) of an adapter's tensor, or of what is read of
-    a weight (rollout.tensor_digests.read_of). unread: names of tensors that an engine holds in a layout that cannot be
+    tensors: name -> sha256 hex (rollout.weights.digest_of_tensor) of an adapter's tensor, or of what is read of
+    a weight (rollout.weights.read_of). unread: names of tensors that an engine holds in a layout that cannot be
     read back.
     """
 

@@ -16,25 +16,20 @@ from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.logged import Progress
 from rewards.pool import NOWHERE, Judging, RewardPool, Scores
+from rollout.base_manifest import Manifest
 from rollout.data.chat import Chat, Template
+from rollout.delivery import Answer, Receipt
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
-from rollout.env.dialogue import ChatDialogue
-from rollout.env.play import Player
-from rollout.env.rollouts import EnvSettings, Trajectories
-from rollout.env.rows import rows_of, scored, sentence_of
+from rollout.env.play import ChatDialogue, Player
+from rollout.env.rollouts import EnvSettings, Trajectories, rows_of, scored, sentence_of
 from rollout.env.trajectory import Trajectory
-from rollout.facts import Origin, facts_of
-from rollout.schema import Problem, build_group
-from rollout.scorer import RewardProcesses, Scorer, SharedScorer
-from rollout.sentences import Sentences
+from rollout.schema import Origin, Problem, build_group, facts_of
+from rollout.scorer import RewardProcesses, Room, Scorer, Sentences, SharedScorer, side_by_side
 from rollout.service import RolloutService
-from rollout.shared_base.manifest import Manifest
-from rollout.side_by_side import Room, side_by_side
 from rollout.types import Completion, EngineError, Sampling, SentPolicy, Weights, WeightsInFile
-from rollout.weight_sync import Answer, Receipt
 
 if TYPE_CHECKING:
-    from rollout.weights_file import WeightsReader
+    from rollout.weights import WeightsReader
 
 log = logging.getLogger("rollout")
 
@@ -194,7 +189,7 @@ class RolloutWorker(RolloutService):
 
     def _weights_reader(self) -> "WeightsReader":
         if self._reader is None:
-            from rollout.weights_file import WeightsReader  # here: the driver, which loads no torch, reads this file
+            from rollout.weights import WeightsReader  # here: the driver, which loads no torch, reads this file
 
             self._reader = WeightsReader()
         return self._reader

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.actor import Shared
+from rollout.delivery import Answer, Push
 from rollout.types import Adapter, Held, Weights
-from rollout.weight_sync import Answer, Push
 
 
 def pushed(policy: Adapter | Weights, ids: tuple[int, ...], answer: Answer, dtype: str = "float32") -> Push:

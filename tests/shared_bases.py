@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.machine import name as machine
-from rollout.shared_base.checksum import digest_of_piece
-from rollout.shared_base.manifest import Manifest, Piece, View
-from rollout.shared_base.shared_file import SharedFile
+from rollout.base_manifest import Manifest, Piece, View
+from rollout.shared_base import SharedFile, digest_of_piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.data.chat import Chat, ChatError
 from rollout.data.observation import TemplateRefuses, UnclosedTurn
-from rollout.env.tools.tool_parser import PROBE
+from rollout.env.tools.parser import PROBE
 
 Message = dict[str, Any]
 SYSTEM: Message = {"role": "system", "content": "You are a careful assistant."}

@@ -19,8 +19,13 @@ from typing import Any
 
 from benchmarks.common import as_table
 from rollout.data.chat import Chat
-from rollout.data.observation_check import Verdict, check, keeps_past
-from rollout.env.tools.tool_parser import PROBE, ToolParserError, choose, written_by
+from rollout.data.observation import Verdict, check, keeps_past
+from rollout.env.tools.parser import (
+    PROBE,
+    ToolParserError,
+    choose,
+    written_by,
+)
 from tests.shipped_templates import chat_for, templates_of
 from tests.template_reference import compared
 

@@ -17,7 +17,7 @@ from examples.tiny_tools import GUESSING, QUESTION, TOOLS, Conversation, Rows, c
 from rollout.data.chat import Chat
 from rollout.env.protocol import ToolCall
 from rollout.env.tasks.number_guessing import LOWER
-from rollout.env.tools.tool_calls import parse_hermes
+from rollout.env.tools.parser import parse_hermes
 
 ROOT = Path(__file__).parents[1]
 FOLDER = str(ROOT / "examples" / "tiny-tools")

@@ -20,10 +20,9 @@ from learner.config import RunConfig
 from learner.driver.local import FakeTrainer, local_run
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
-from rollout.data.problems import load
-from rollout.data.stock import Item
+from rollout.data.problems import Item, load
 from rollout.engine import EngineSettings
-from rollout.fake_engine import FakeEngine
+from rollout.fakes import FakeEngine
 from rollout.schema import Problem
 from rollout.types import Completion
 from rollout.worker import RolloutWorker, WorkerSpec
@@ -32,7 +31,7 @@ from tests.test_architecture import ROOT, TEXT, WALK
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
 # Not in this process: vLLM, and what a reward process runs.
 ELSEWHERE = {f"rollout/vllm/{name}.py" for name in ("engine", "convert", "thread", "turns")} | {"rewards/worker.py"}
-STANDS_IN = {"rollout/fake_engine.py"}  # for vLLM
+STANDS_IN = {"rollout/fakes.py"}  # for vLLM
 BESIDE = set(re.findall(r"`([\w/]+\.py)`", TEXT.partition("hand nothing on:")[2].partition("\n\n")[0]))
 
 

@@ -79,7 +79,7 @@ class Cell:
         return [self._group(batch, position, won) for position, won in enumerate(wins)]
 
     def _group(self, batch: int, position: int, won: tuple[int, ...]) -> pa.Table:
-        from rollout.fake_groups import make_group
+        from rollout.fakes import make_group
 
         key = (batch, position, won)
         if key not in self._made:

@@ -4,7 +4,7 @@
 
 For each type (float32; bfloat16; fp8: bfloat16 with keys and values in fp8) and learning rate, on a tiny model: a real
 vLLM engine, a real trainer whose optimizer makes a real step for each version, on completions that the engine sampled.
-A push is checked with what a run checks it with (rollout.weight_sync.Push), in three measurements:
+A push is checked with what a run checks it with (rollout.delivery.Push), in three measurements:
 
     false alarms   the adapter is loaded; each push counts
     frozen         vLLM loads it as always, lists it, and reports its digest, but its layers keep the tensors they have:
@@ -66,7 +66,7 @@ class Tally:
 
 def objects(check: Callable[..., None], *what: Any) -> int:
     """1 if the check raises."""
-    from rollout.weight_sync import DeliveryError
+    from rollout.delivery import DeliveryError
 
     try:
         check("generator-0", *what)
@@ -79,8 +79,7 @@ async def measure(cell: Cell, trials: int, pushes: int) -> Tally:
     """Every fifth push is frozen until there are enough of them."""
     from cluster.actor import Shared
     from learner.driver.loop import Probe
-    from rollout.evidence import Evidence
-    from rollout.weight_sync import Push, check_digest
+    from rollout.delivery import Evidence, Push, check_digest
 
     await cell.record()
     tally, evidence, liars = Tally(seconds=cell.seconds), Evidence(), list[Liar]()

@@ -24,9 +24,8 @@ from typing import Any
 from rollout.engine import EngineSettings
 from rollout.types import Adapter, Sampling
 from rollout.vllm.adapter_cache import Resident
-from rollout.vllm.arguments import engine_arguments
+from rollout.vllm.arguments import engine_arguments, lora_arguments
 from rollout.vllm.convert import completion_params, lora_request
-from rollout.vllm.startup import lora_arguments
 
 Work = dict[str, Any]  # prompts: list of token ids, n, max_tokens, batch (rows of one HF batch), seed
 Generate = Callable[[Work], list[int]]  # -> tokens of each completion
@@ -93,7 +92,7 @@ def vllm(folder: Path, options: dict[str, Any], lora: bool = True) -> Generate:
 
 
 def vllm_with_op(folder: Path, options: dict[str, Any]) -> Generate:
-    from rollout.vllm.cpu.lora import install_fast_cpu_lora
+    from rollout.vllm.cpu import install_fast_cpu_lora
 
     assert install_fast_cpu_lora()
     return vllm(folder, options)

@@ -28,9 +28,9 @@ from cluster.actor import Actor, Shared, stays_there
 from cluster.placement import Role
 from cluster.ray_cluster import connect
 from learner.trainer.service import Exported
-from rollout.safetensors_stream import Source, pack
 from rollout.types import Adapter
 from rollout.vllm.adapter_cache import AdapterWindow
+from rollout.weights import Source, pack
 
 DEADLINE_S, REPEATS = 300.0, 5
 

@@ -24,7 +24,7 @@ from cluster.actor import Actor, Shared
 from cluster.buffer import Buffer
 from cluster.placement import Role
 from cluster.ray_cluster import connect
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Adapter, Completion
 
 GENERATIONS, AT_ONCE, DEADLINE_S = 8, 8, 120.0

@@ -29,8 +29,8 @@ from learner.model.logprob import policy_logprobs
 from learner.model.policy import Policy
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import Trainer
+from rollout.base_manifest import BaseNotShared, Manifest
 from rollout.engine import EngineSettings
-from rollout.shared_base.manifest import BaseNotShared, Manifest
 from rollout.types import Sampling
 
 PROMPT, COMPLETION, GROUP = 64, 64, 8

@@ -29,7 +29,7 @@ from learner.driver.memory import settle
 from learner.driver.roles import make_trainer, worker_spec
 from learner.trainer.service import TrainerService
 from rollout.data.chat import Chat
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.service import RolloutService
 from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker

@@ -30,7 +30,7 @@ from learner.model import packing_check
 from learner.model import policy as policy_module
 from learner.model.base import nf4
 from learner.trainer.trainer import Trainer
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 # bfloat16 with float32 sums, without sparsity; from the makers' data sheets

@@ -4,8 +4,8 @@
     PYTHONPATH=. python -m benchmarks.gpu.push_parts --device cpu --gigabytes 0.1       the rehearsal
 
 Seconds, the fastest of three. store: as a push to another machine begins, into memory that is fresh each time. file:
-as one within the machine (rollout.weights_file), whose digest is by itself once more. to card: from either to the card.
-checksum: of the same bytes on the card, exact sums of integers (rollout.shared_base.checksum).
+as one within the machine (rollout.weights), whose digest is by itself once more. to card: from either to the card.
+checksum: of the same bytes on the card, exact sums of integers (rollout.shared_base).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.rows import folder_for, told_of
-from rollout.safetensors_stream import Source, pack, unpack
-from rollout.shared_base.checksum import digest_of_piece
+from rollout.shared_base import digest_of_piece
 from rollout.types import digest_of_weights
-from rollout.weights_file import WeightsFile
+from rollout.weights import Source, WeightsFile, pack, unpack
 
 MATRICES, REPEATS = 16, 3
 

@@ -1,6 +1,6 @@
 """Rows of the smoke run that hold one vLLM engine: the learner trains two policies, then the engine takes its place.
 
-Each policy is delivered as a run does it, with the run's own proof (rollout.weight_sync): a policy that does not arrive
+Each policy is delivered as a run does it, with the run's own proof (rollout.delivery): a policy that does not arrive
 fails the row. Both sides sit in one process, one after the other, so a small model is enough of a test.
 """
 
@@ -24,11 +24,10 @@ from cluster.memory.shape import Shape
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.trainer.trainer import Trainer
+from rollout.delivery import Answer, Evidence, Push, check_digest
 from rollout.engine import EngineSettings
-from rollout.evidence import Evidence
 from rollout.types import Adapter, Sampling, Weights
 from rollout.vllm.engine import VllmEngine
-from rollout.weight_sync import Answer, Push, check_digest
 
 MIB = 2**20
 PROBE = 64  # tokens

@@ -7,7 +7,7 @@ learner's memory, as runs send them.
 A process holds the model's weights as a learner does; another runs vLLM in itself, as a generator does. Ways take
 turns, and each push carries other weights. sent: the learner's part. load: the generator's. ipc: handles to the
 learner's own tensors, which vLLM copies into its model layer by layer, unproved. ipc, proved: with digests of the
-weights at both ends (rollout.shared_base.checksum), as a push that is proved would need them. file: with its digest.
+weights at both ends (rollout.shared_base), as a push that is proved would need them. file: with its digest.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from torch import Tensor
 
 from benchmarks.common import as_table
 from benchmarks.gpu.rows import folder_for, told_of
-from rollout.safetensors_stream import Source
-from rollout.shared_base.checksum import digests_of_pieces
+from rollout.shared_base import digests_of_pieces
 from rollout.types import WeightsInFile, digest_of_weights
-from rollout.vllm.load_policy import _replace
-from rollout.weights_file import WeightsFile, WeightsReader
+from rollout.vllm.policies import _replace
+from rollout.weights import Source, WeightsFile, WeightsReader
 
 IPC, PROVED, FILE = "ipc", "ipc, proved", "file"
 EMBEDDING = "model.embed_tokens.weight"

@@ -33,7 +33,7 @@ from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig, OptimizerConfig
 from learner.config.settings import LoraConfig as LoraSettings
 from learner.trainer.trainer import Trainer, answer_of
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 PROMPT, COMPLETION, MICRO_BATCH = 64, 128, 4

@@ -39,7 +39,7 @@ from learner.ranks.rank import RankTrainer, ShardedRank
 from learner.ranks.ranks import Meeting
 from learner.trainer import gradient_sums
 from learner.trainer.trainer import Trainer
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 HOST, LONG_S, LONGEST = "127.0.0.1", 600.0, 200

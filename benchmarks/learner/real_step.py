@@ -31,7 +31,7 @@ from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.model import packing_check
 from learner.trainer.trainer import Trainer
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 GROUPS, GENERATIONS, RANK, MICRO_BATCH = 4, 8, 32, 8

@@ -34,7 +34,7 @@ from benchmarks.learner.ragged_step import LONGEST, read_groups
 from benchmarks.system.ragged_model import make_model
 from benchmarks.system.workloads import PROMPT_WORDS, ROOT, TEMPLATE_TOKENS
 from learner.algo.advantage import group as advantages_of
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 GROUPS, GENERATIONS = 8, 8

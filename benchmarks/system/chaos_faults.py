@@ -44,7 +44,7 @@ KINDS = {
     "pause generator": Kind(2, SIGSTOP, GENERATOR, paused=PAUSE_S),
     "pause rank": Kind(2, SIGSTOP, RANK, paused=PAUSE_S),
     "pause driver": Kind(1, SIGSTOP, DRIVER, paused=PAUSE_S),
-    ENVIRONMENT: Kind(4, SIGKILL, "rollout.env.processes.preload"),  # or the one that they are forked from
+    ENVIRONMENT: Kind(4, SIGKILL, "rollout.env.preload"),  # or the one that they are forked from
     DISK: Kind(2, None, DRIVER, paused=PAUSE_S, filling=True),
 }
 

@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.system.cold_start_main import born, mark
+from rollout.delivery import Receipt
 from rollout.engine import Engine, EngineSettings
-from rollout.weight_sync import Receipt
 from rollout.worker import Columns, RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:

@@ -19,14 +19,12 @@ from cluster.files import Digest
 from learner.config import RunConfig
 from learner.driver.launch import sampling_of
 from learner.driver.local import FakeTrainer, MadeUpProblems, local_run
-from rollout.fake_engine import FakeEngine
-from rollout.fake_groups import make_group, make_problem
+from rollout.delivery import Answer, Receipt
+from rollout.fakes import FakeEngine, make_group, make_problem
 from rollout.producer import Producer
 from rollout.schema import Problem
-from rollout.seeds import group_seed
 from rollout.service import RolloutService
-from rollout.types import Adapter, Sampling, SentPolicy, Weights, WeightsInFile
-from rollout.weight_sync import Answer, Receipt
+from rollout.types import Adapter, Sampling, SentPolicy, Weights, WeightsInFile, group_seed
 
 VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200
 STAMPED = ("position", "attempt", "policy_version_min", "policy_version_max", "worker")

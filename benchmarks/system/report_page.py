@@ -25,7 +25,7 @@ from benchmarks.browser import browser, missing
 from benchmarks.common import MIB, as_table, conditions, save, under
 from learner.tools.report.page import blocks_of, page
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ from benchmarks.system.trajectories import conversation, played, small_run, tabl
 from benchmarks.system.workloads import Tree
 from examples.tiny_model import PAD, make_tokenizer
 from rollout.env.adapters.verifiers import CHILD, Verifiers
-from rollout.env.program import Sampled
+from rollout.env.protocol import Sampled
 from rollout.schema import Problem
 
 ENVIRONMENT = {

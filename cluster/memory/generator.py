@@ -46,7 +46,7 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     weights: the base, or an even share of it; nf4 with float32 scales. kv_cache: what it is given
       (kv_cache_memory_bytes). lora_slots: b n, on a CPU 4 n, for each policy version (max_loras buffers of the highest
       rank), n of the adapted matrices and of those that vLLM computes in one with them; on a CPU of a model in bfloat16
-      as much again for the packed copies (rollout.vllm.cpu.lora), of rank 16 at least, to which these are padded.
+      as much again for the packed copies (rollout.vllm.cpu), of rank 16 at least, to which these are padded.
     workspace: activations of one engine step of up to 4096 tokens, b (2 f + 4 h) each, of a shard f / shards; and 16 V
       per sequence for float32 logits and what sampling makes of them (estimate).
     graphs: CUDA graphs, none on a CPU. push: on a CPU, weights that arrive (cluster.memory.weight_push); on CUDA they

@@ -19,9 +19,7 @@ from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of
 from rewards.pickled import SUFFIX
 from rewards.secret_values import masked
-from rollout.data.chat_error import ChatError
-from rollout.data.hub import commit_of
-from rollout.data.model_files import hub_file
+from rollout.data.hub import ChatError, commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS
 

@@ -277,7 +277,7 @@ class Settings(Frozen):
     @property
     def weights_stay(self) -> bool:
         """Whether a policy that goes to generators of the learner's machine stays in the learner's memory
-        (rollout.weights_file). Of several ranks that are replaced one by one it must outlive the one that sent it."""
+        (rollout.weights). Of several ranks that are replaced one by one it must outlive the one that sent it."""
         replaced = self.cluster.learners > 1 and self.memory.base != "sharded"
         return not self.learner.pushes_adapters and not replaced
 

@@ -19,11 +19,10 @@ from learner.driver.metrics import env_metrics, logged_means, reward_means
 from learner.model.adapter_config import AdapterError, read_scored
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of, functions_of, resolved_names
-from rollout.data.model_files import CONFIG, read_json
+from rollout.data.hub import CONFIG, read_json
 from rollout.data.weight_names import check_adapter, sizes_of
-from rollout.schema import Problem, asked_of, failed, parts_of, whole
-from rollout.scored import with_part
-from rollout.side_by_side import alongside
+from rollout.schema import Problem, asked_of, failed, parts_of, whole, with_part
+from rollout.scorer import alongside
 from rollout.types import Sampling
 
 # Many problems through several generators: in calls of some problems each, which whoever is free takes.

@@ -35,20 +35,16 @@ from rewards.unit_tests import late
 from rewards.withheld import withheld_notes
 from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
 from rollout.data.chat import Chat, Messages, Prompt
-from rollout.data.chat_error import ChatError
 from rollout.data.files import Row
-from rollout.data.model_files import CONFIG, read_json, template_in
-from rollout.data.observation import TemplateRefuses
-from rollout.data.observation_check import check, hidden_tools, loses
+from rollout.data.hub import CONFIG, ChatError, read_json, template_in
+from rollout.data.observation import TemplateRefuses, check, hidden_tools, loses
 from rollout.data.weight_files import WeightsError
 from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 from rollout.env.config import ENVIRONMENT
 from rollout.env.play import opened
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
-from rollout.env.program import Asked
-from rollout.env.protocol import Start, ToolSpec, own_messages
-from rollout.env.tools.tool_parser import is_hermes, written_by
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.protocol import Asked, Start, ToolSpec, own_messages
+from rollout.env.tools.parser import is_hermes, written_by
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
@@ -302,7 +298,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
     """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
     template and the parser of tool calls.
 
-    Raises PreflightError, or what rollout.env.processes.process.spec_of raises.
+    Raises PreflightError, or what rollout.env.process.spec_of raises.
     """
     if config.env.use is None:
         return Tried()
@@ -389,7 +385,7 @@ def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) ->
 
 def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
     """Whether the template writes an answer behind a turn as it was sampled, the calls in its text
-    (rollout.env.dialogue.ChatDialogue.past)."""
+    (rollout.env.play.ChatDialogue.past)."""
     role, written = "tool" if tools else "user", written_by(chat) if tools else []
     if wrong := loses(chat.observations, written[0].one if written else "A turn.", role, tools):
         raise PreflightError(

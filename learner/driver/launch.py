@@ -37,12 +37,11 @@ from learner.driver.record import RunCheckpoints, Sinks, StepMetrics, StepRecord
 from learner.driver.roles import Processes, start_processes
 from learner.trainer.service import TrainerService
 from rewards.service import RewardServer, RewardService
-from rollout.data.cursor import Cursor
+from rollout.data.problems import Cursor
 from rollout.producer import Pipes, ProblemStream, Producer
 from rollout.schema import Problem, group_position
-from rollout.seeds import group_seed
 from rollout.service import RolloutService
-from rollout.types import Sampling
+from rollout.types import Sampling, group_seed
 
 CLOSE_S = 20.0
 NOT_BEGUN = "before the run began"  # of a CancelledError

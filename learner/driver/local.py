@@ -1,6 +1,6 @@
 """A whole run in one process: the real Loop, producers, Buffer and policy slot, between whatever objects are given.
 
-With rollout.fake_worker and learner.driver.local it needs no model and no Ray, and takes less than a second: for
+With rollout.fakes and learner.driver.local it needs no model and no Ray, and takes less than a second: for
 logic tests, for the benchmark of the controller, and for trying a change of the data flow.
 """
 
@@ -27,14 +27,13 @@ from learner.driver.launch import Inputs, wire
 from learner.driver.loop import Loop
 from learner.driver.record import Sinks, closed
 from learner.trainer.service import Arithmetic, Exported, TrainerService
-from rollout.fake_engine import FakeEngine
-from rollout.fake_worker import FakeWorker
+from rollout.base_manifest import Manifest
+from rollout.delivery import Answer
+from rollout.fakes import FakeEngine, FakeWorker
 from rollout.producer import Pipes, ProblemStream
 from rollout.schema import Problem
 from rollout.service import RolloutService
-from rollout.shared_base.manifest import Manifest
 from rollout.types import Adapter, SentPolicy, WeightsInFile
-from rollout.weight_sync import Answer
 
 VOCAB = 8  # of the fakes that are used where none are given
 

@@ -37,10 +37,10 @@ from learner.driver.metrics import (
 )
 from learner.driver.record import RunCheckpoints, StepMetrics, StepRecord
 from learner.trainer.service import TrainerService
-from rollout.data.cursor import Cursor
+from rollout.data.problems import Cursor
+from rollout.delivery import Answer, Push
 from rollout.producer import Pipes, Producer
 from rollout.schema import group_position, ragged, rewards_of
-from rollout.weight_sync import Answer, Push
 
 T = TypeVar("T")
 
@@ -496,7 +496,7 @@ class WeightSync:
 # The tokens that learner and generators are asked about, to prove that they have one policy.
 
 TOKENS = 64
-LIFE = 16  # versions that the same tokens are kept at least, since rollout.evidence compares answers to the same ones
+LIFE = 16  # versions that the same tokens are kept at least, since rollout.delivery compares answers to the same ones
 
 
 class Probe:

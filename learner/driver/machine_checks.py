@@ -17,7 +17,7 @@ from learner.config import RunConfig, roles
 from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_bytes, wish_of
 from rewards.config import classifier_of
 from rollout.architecture import text_of
-from rollout.data.model_files import read_json
+from rollout.data.hub import read_json
 from rollout.data.weight_files import WeightsError, model_weights
 
 # Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).

@@ -82,11 +82,9 @@ from rewards.output import NAME as REWARD_OUTPUT
 from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data import files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of
-from rollout.data.chat_error import ChatError
-from rollout.data.cursor import Cursor
 from rollout.data.files import Row
-from rollout.data.model_files import CONFIG, has_template, read_json
-from rollout.data.problems import Problems, ProblemsError, fitting, load
+from rollout.data.hub import CONFIG, ChatError, has_template, read_json
+from rollout.data.problems import Cursor, Problems, ProblemsError, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
 from rollout.data.weight_files import WeightsError
 from rollout.schema import Problem

@@ -13,7 +13,7 @@ from cluster.prestart.prestarted import Prestarted
 from cluster.ray_cluster import joins, role_env
 from learner.config import RunConfig, generator_roles, learner_roles, roles
 from learner.model.base import has_4_bit_layers, left_out, quiet
-from rollout.data.chat_error import ChatError
+from rollout.data.hub import ChatError
 from rollout.vllm.environment import required_env
 
 
@@ -54,7 +54,7 @@ def import_generator() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # as rollout.worker.vllm_engine does
     import rollout.vllm.engine
     import rollout.worker  # noqa: F401
-    from rollout.vllm.startup import import_cpu_engine
+    from rollout.vllm.arguments import import_cpu_engine
 
     import_cpu_engine()
 

@@ -34,9 +34,9 @@ from learner.trainer.service import Arithmetic, TrainerService
 from rewards.base import JUDGE
 from rewards.config import functions_of
 from rollout import ledger
+from rollout.delivery import Answer, Receipt
 from rollout.producer import Pipes, Producer
 from rollout.types import PolicyId
-from rollout.weight_sync import Answer, Receipt
 
 MISMATCH_FOLDER = "mismatch"
 MISMATCH_SCHEMA = pa.schema(

@@ -41,14 +41,14 @@ from rewards.output import NAME as OUTPUT
 from rewards.pickled import SUFFIX
 from rewards.pool import Judging
 from rewards.service import RewardServer, RewardService
+from rollout.base_manifest import Manifest
 from rollout.engine import EngineSettings
 from rollout.env.loader import code_of
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
+from rollout.producer import until_started
 from rollout.scorer import RewardProcesses
 from rollout.service import RolloutService
-from rollout.shared_base.manifest import Manifest
-from rollout.supervised_worker import until_started
 from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
@@ -310,7 +310,7 @@ def settle_products(run_dir: Path) -> None:
         choose_library()
 
 
-# Whether generators can read whole weights where the learner has them (rollout.weights_file).
+# Whether generators can read whole weights where the learner has them (rollout.weights).
 
 
 async def weights_stay(

@@ -24,8 +24,7 @@ from cluster.reading import read_mapping
 from learner.config import ModelConfig
 from learner.model.shared_base import MappedBase
 from rollout.architecture import ArchitectureError, check_architecture, check_unquantised
-from rollout.data.hub import split
-from rollout.data.model_files import read_json
+from rollout.data.hub import read_json, split
 from rollout.data.weight_files import EXPONENTS, INDEX, SINGLE, WeightsError, all_finite, header, infinite
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
 

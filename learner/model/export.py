@@ -14,9 +14,8 @@ from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from rollout.data.hub import split
 from rollout.data.weight_files import WEIGHTS_FILE
-from rollout.safetensors_stream import Source, pack, write
 from rollout.types import Adapter, Weights, WeightsInFile
-from rollout.weights_file import WeightsFile
+from rollout.weights import Source, WeightsFile, pack, write
 
 # An adapter under the names that vLLM has for its layers, where these are not those of transformers and PEFT.
 #

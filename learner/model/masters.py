@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.safetensors_stream import Source
+from rollout.weights import Source
 
 
 class Masters:

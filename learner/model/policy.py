@@ -42,7 +42,7 @@ from learner.model.reference import Reference, ShardedReference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
 from learner.model.shared_base import MappedBase
 from rollout.data.weight_files import WEIGHTS_FILE
-from rollout.safetensors_stream import Source
+from rollout.weights import Source
 
 # learner.push: merged. The weights of a model with its LoRA adapter multiplied out, W + alpha / r B A (Hu et al. 2021,
 # section 4.1), for a generator that holds no adapter.

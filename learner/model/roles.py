@@ -23,7 +23,7 @@ from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, base_o
 from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
-from rollout.data.model_files import load_tokenizer
+from rollout.data.hub import load_tokenizer
 from rollout.data.weight_files import WEIGHTS_FILE
 
 # A scalar head: one number of a hidden state, s = w . h, as transformers' sequence classification with one label has

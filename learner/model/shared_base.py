@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cluster import machine
-from rollout.shared_base import cuda_ipc, shared_file
-from rollout.shared_base.checksum import digests_of_pieces
-from rollout.shared_base.manifest import BaseNotShared, Manifest, Quantised
+from rollout import shared_base
+from rollout.base_manifest import BaseNotShared, Manifest, Quantised
+from rollout.shared_base import digests_of_pieces
 
 
 def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesConfig) -> None:
@@ -219,16 +219,16 @@ def refusal(wrong: Mapping[str, str], weights: int) -> str:
 
 def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
     """Each piece, once its content is what the generator says."""
-    here = cuda_ipc.card(device) if device.type == "cuda" else machine.name()
+    here = shared_base.card_of(device) if device.type == "cuda" else machine.name()
     if here != manifest.device:
         raise BaseNotShared(
             f"memory.base: shared needs generator and learner on one device, got {manifest.device} and {here}; set "
             "memory.base=own"
         )
     if manifest.transport == "cuda_ipc":
-        pieces = cuda_ipc.map_pieces(manifest, device)
+        pieces = shared_base.map_card(manifest, device)
     else:
-        pieces = shared_file.map_pieces(manifest)
+        pieces = shared_base.map_file(manifest)
     if changed := _changed(pieces, manifest):
         raise BaseNotShared(
             f"memory.base: shared: {len(changed)} of the generator's parameters have another content here than there, "

@@ -16,15 +16,15 @@ from learner.config import RunConfig
 from learner.model.base import load_base
 from learner.model.shared_base import no_views, refusal
 from learner.model.trial_note import tell
+from rollout.base_manifest import View
 from rollout.data.weight_files import WeightsError, model_weights
-from rollout.linear_layers import linear_layers
-from rollout.shared_base.manifest import View
 from rollout.vllm.environment import required_env
+from rollout.weights import linear_layers
 
 
 def wrong_with(config: RunConfig) -> list[str]:
     """One sentence, or none."""
-    from rollout.vllm.meta_load import views_of
+    from rollout.vllm.shared_base import views_of
 
     try:
         stored = model_weights(config.model.source)

@@ -26,8 +26,8 @@ from learner.trainer.float32_products import use_library
 from learner.trainer.service import Exported
 from learner.trainer.state import DividedState, set_weights, weights_of
 from learner.trainer.trainer import Trainer
+from rollout.delivery import Answer
 from rollout.types import PolicyId, SentPolicy
-from rollout.weight_sync import Answer
 
 
 class Before(NamedTuple):

@@ -16,7 +16,7 @@ from cluster.files import writing
 from learner.config import RunConfig
 from rollout.architecture import text_of
 from rollout.data.chat import Chat, ChatError
-from rollout.data.model_files import read_json
+from rollout.data.hub import read_json
 from rollout.data.observation import USER
 
 GENERATION = "generation_config.json"

@@ -52,13 +52,12 @@ from rollout.data.chat import Chat
 from rollout.data.problems import Renderer, fitting, load, load_whole
 from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.data.weight_names import check_model
+from rollout.delivery import check_digest
+from rollout.producer import SupervisedWorker
 from rollout.schema import Problem, asked_of, failed, groups_of, said_of, whole
-from rollout.seeds import group_seed
 from rollout.service import RolloutService
-from rollout.supervised_worker import SupervisedWorker
-from rollout.types import Adapter, Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights, group_seed
 from rollout.vllm.environment import required_env
-from rollout.weight_sync import check_digest
 from rollout.worker import RolloutWorker, WorkerSpec
 
 # What a completion answers, for the vote of majority@k.

@@ -32,7 +32,7 @@ from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.model.attention import SEGMENTS, VARLEN
 from learner.trainer.trainer import Trainer
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 CUDA_BLOCK = 512  # bytes; torch's caching allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.h)

@@ -30,8 +30,7 @@ from rewards.text import opening_at_end
 from rollout import ledger
 from rollout.config import DataConfig, parse_size
 from rollout.data import sources
-from rollout.data.chat_error import ChatError
-from rollout.data.model_files import template_in
+from rollout.data.hub import ChatError, template_in
 from rollout.data.prompts import messages_of
 from rollout.data.sources import ProblemsError, Row
 from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole

@@ -42,7 +42,7 @@ from rewards.loader import BUILT_INS
 from rewards.memory import DEFAULT
 from rollout.config import DataConfig
 from rollout.data import hub
-from rollout.data.chat_error import ChatError
+from rollout.data.hub import ChatError
 from rollout.data.sources import ProblemsError
 
 GIVEN = ("prompts", "completions", "completion_ids")  # by every call; other parameters that are no args are columns

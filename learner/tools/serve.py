@@ -19,8 +19,7 @@ from learner.tools.as_trained import as_trained
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts
 from rollout.data import hub
-from rollout.data.chat_error import ChatError
-from rollout.data.model_files import CONFIG, read_json
+from rollout.data.hub import CONFIG, ChatError, read_json
 from rollout.data.weight_files import WeightsError, model_weights
 from rollout.data.weight_names import check_model, sizes_of
 from rollout.vllm.served import SERVER
@@ -106,7 +105,7 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
         command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
     if _on_cpu():
         # With LoRA a CPU compiles for half a minute and then does not use it.
-        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu.amx.AmxWorker"]
+        command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu.AmxWorker"]
     sampled = _as_trained(config, run_dir.resolve(), learned)
     return Server([*command, *sampled.command, *more], sampled.environment, sampled.notes)
 

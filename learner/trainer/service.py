@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from cluster.actor import Shared, stays_there
 from cluster.files import Digest
-from rollout.shared_base.manifest import Manifest
+from rollout.base_manifest import Manifest
+from rollout.delivery import Answer
 from rollout.types import PolicyId, SentPolicy, WeightsInFile
-from rollout.weight_sync import Answer
 
 
 class Arithmetic(NamedTuple):
@@ -92,7 +92,7 @@ class TrainerService(Protocol):
 
         The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
 
-        stays: whole weights stay in this process's memory, and what goes out is where they lie (rollout.weights_file);
+        stays: whole weights stay in this process's memory, and what goes out is where they lie (rollout.weights);
         all generators must be on this machine.
         """
 

@@ -26,7 +26,7 @@ from learner.model.policy import Policy
 from learner.model.roles import ScoredAdapter
 from learner.trainer.gradient_sums import Peers
 from rollout.data.weight_files import WEIGHTS_FILE
-from rollout.safetensors_stream import Source
+from rollout.weights import Source
 
 STATE_FILE = "trainer.pt"
 SHARDS = "shards"  # folder of a checkpoint of a model in shards (learner.trainer.state)

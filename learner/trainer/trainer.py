@@ -40,11 +40,10 @@ from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
 from learner.trainer.optimizer import AnyUpdater, updater_for, wants_masters
 from learner.trainer.service import Arithmetic, Exported, TrainerService
 from learner.trainer.step import Updates, value_learner, value_roles
-from rollout.shared_base.manifest import Manifest
-from rollout.tensor_digests import digests_of, read_of
+from rollout.base_manifest import Manifest
+from rollout.delivery import Answer
 from rollout.types import Held, SentPolicy, WeightsInFile
-from rollout.weight_sync import Answer
-from rollout.weights_file import WeightsFile
+from rollout.weights import WeightsFile, digests_of, read_of
 
 # With what this process computes: what the last bits of a step depend on, beside its settings and its rollouts.
 

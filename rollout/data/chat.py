@@ -1,26 +1,225 @@
 """Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
 
 import json
+import multiprocessing
+import os
 import re
+import resource
+import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from rewards.text import opening_at_end
+from rewards.worker import signal_at_end_of_parent
 from rollout.architecture import text_of
-from rollout.data.bounded import fails_within
-from rollout.data.chat_error import ChatError as ChatError  # here too: whoever uses Chat catches it
-from rollout.data.model_files import load_tokenizer, read_json
-from rollout.data.observation import Observations, TemplateRefuses
+from rollout.data.hub import (
+    ChatError,  # here too: whoever uses Chat catches it
+    load_tokenizer,
+    needs_own_code,
+    read_json,
+)
+from rollout.data.observation import MARKER, USER, Observations, TemplateRefuses
 from rollout.data.ordinary_text import meaningful
-from rollout.data.template import TemplateKwargsError, check_kwargs
-from rollout.data.turn_end import TurnEnd, behind_asked, opens_with, turn_end, turn_marks
-from rollout.remote_code import needs_own_code
-from rollout.stopping import StopError, split
+from rollout.types import StopError, split
+
+# Runs a function that is not trusted to end, under a deadline, in a copy of this process that can be killed.
+
+MORE_BYTES = 2**30  # of memory that the copy may take beyond what this process has
+
+
+def fails_within(seconds: float, function: Callable[[], object]) -> str:
+    """What is wrong if `function` does not come to an end in `seconds`, or its process dies; '' else.
+
+    What it returns or raises is ignored. It must not use threads of this process: the copy has none.
+    """
+    context = multiprocessing.get_context("fork")  # a new interpreter would take seconds to know what is known here
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(theirs, os.getpid(), function), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(seconds):
+            return f"did not come to an end within {seconds:g} s"
+        ours.recv()
+        return ""
+    except EOFError:
+        process.join()
+        return f"ended its process (exit code {process.exitcode})"
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _run(answer: Connection, parent: int, function: Callable[[], object]) -> None:
+    signal_at_end_of_parent(signal.SIGKILL)  # with which the run's lock, whose descriptor it has, too, is let go
+    if os.getppid() != parent:
+        os._exit(1)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        function()
+    except Exception as error:
+        answer.send(type(error).__name__)
+    else:
+        answer.send("done")
+
+
+# Variables of a chat template that a user sets: data.chat_template_kwargs.
+
+# What rendering itself sets: the prompt's messages, and the opening of the assistant's turn.
+OURS = ("messages", "add_generation_prompt")
+
+
+class TemplateKwargsError(ValueError):
+    """data.chat_template_kwargs that would be ignored, or that contradict how prompts are rendered."""
+
+
+def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises TemplateKwargsError for a variable that the tokenizer's chat template does not read: jinja would ignore
+    it without a word."""
+    if not kwargs:
+        return
+    if not tokenizer.chat_template:
+        raise TemplateKwargsError(
+            f"data.chat_template_kwargs: needs a chat template, and this tokenizer has none (got {', '.join(kwargs)}); "
+            "remove the key, or use an instruct model"
+        )
+    known = _variables(tokenizer) - set(OURS)
+    for name in kwargs:
+        if name in OURS:
+            raise TemplateKwargsError(
+                f"data.chat_template_kwargs: {name} must not be set, since prompts are rendered with their messages "
+                "and the opening of the assistant's turn; remove it"
+            )
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it reads {', '.join(sorted(known)) or 'none'}"
+            raise TemplateKwargsError(
+                f"data.chat_template_kwargs: {name} must be a variable that the model's chat template reads, else it "
+                f"is ignored; {hint}"
+            )
+
+
+def _variables(tokenizer: Any) -> set[str]:
+    """The variables that the chat template reads and does not define itself."""
+    # With its own tags (generation) and loop controls, which only transformers' environment parses.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    source = tokenizer.get_chat_template()
+    try:
+        environment = _compile_jinja_template(source).environment
+        return find_undeclared_variables(environment.parse(source)) - set(environment.globals)
+    except TemplateError as error:
+        raise TemplateKwargsError(f"model.path: the chat template must be valid jinja, and is not: {error}") from error
+
+
+# What a chat template writes behind an assistant's message: the end of the policy's turn, found by rendering one.
+#
+# A base model with ChatML is the usual case: its end token is <|endoftext|>, its template ends turns with <|im_end|>,
+# and where that is no stop token every completion goes on to the length limit.
+
+ASKED = {"role": "user", "content": "askedQ7x"}
+SAID = {"role": "assistant", "content": MARKER}
+
+
+class TurnEnd(NamedTuple):
+    """token: the added token that ends the policy's turn and is none of the model's stop tokens; None where one of
+    those does, or no added token. text: what ends it where no token does, or begins the turn that follows; "" where
+    nothing is written there; None where a token ends it, or the template cannot be asked."""
+
+    token: str | None = None
+    text: str | None = None
+
+
+def turn_end(observations: Observations, stops: Collection[str], added: Mapping[str, int]) -> TurnEnd:
+    """How a template ends the policy's turn. stops: the texts of stop tokens. added: text -> id of added tokens."""
+    last = _behind(observations, ())
+    if last is None:
+        return TurnEnd()
+    past = _behind(observations, (ASKED,)) or ""
+    there = sorted((name for name in added if name in last or name in past), key=len, reverse=True)
+    tokens = re.compile("|".join(map(re.escape, there)) or r"(?!)")
+    # What both have ends any turn. Behind a conversation's last turn may stand an end of the whole; and where a past
+    # turn ends with another token (gpt-oss), the policy samples what ends the last one.
+    common, last = _common(last, past, tokens), last.removesuffix(_always_opened(observations, last))
+    texts = (_common(last, past, tokens), common, last, "" if last.strip() else past)
+    for found in texts:
+        marks = tokens.findall(found)
+        if any(mark in stops for mark in marks):
+            return TurnEnd()
+        if marks:
+            return TurnEnd(token=marks[0])
+    return TurnEnd(text=next((found.rstrip().lstrip(" ") for found in texts if found.strip()), ""))
+
+
+def turn_marks(observations: Observations, added: Collection[str]) -> re.Pattern[str]:
+    """Those of the added tokens that the template puts around messages; of a template that cannot be asked none."""
+    try:
+        text = observations.render([USER, SAID, USER])
+    except TemplateRefuses:
+        text = ""
+    marks = sorted((name for name in added if name in text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+
+
+def opens_with(observations: Observations) -> str | None:
+    """What the template writes between a user's message and the assistant's that answers it; None where it cannot be
+    asked."""
+    try:
+        text = observations.render([ASKED, SAID], opened=False)
+    except TemplateRefuses:
+        return None
+    _, asked, rest = text.partition(ASKED["content"])
+    between, said, _ = rest.partition(MARKER)
+    return between if asked and said else None
+
+
+def behind_asked(observations: Observations, *, opened: bool = True) -> str | None:
+    """What the template writes behind a user's message at the end of a prompt."""
+    try:
+        _, asked, rest = observations.render([ASKED], opened=opened).partition(ASKED["content"])
+    except TemplateRefuses:
+        return None
+    return rest if asked else None
+
+
+def _behind(observations: Observations, more: tuple[dict[str, str], ...]) -> str | None:
+    """The text behind an assistant's message, up to the message that follows it, or to the end."""
+    try:
+        text = observations.render([USER, SAID, *more], opened=False)
+    except TemplateRefuses:
+        return None
+    _, said, rest = text.partition(MARKER)
+    return rest.partition(more[0]["content"])[0] if said and more else rest if said else None
+
+
+def _always_opened(observations: Observations, last: str) -> str:
+    """What a template that opens the assistant's turn whether it is asked to or not writes behind the last message."""
+    behind, unasked = behind_asked(observations), behind_asked(observations, opened=False)
+    if behind is None or behind != unasked:
+        return ""
+    size = next((i for i, (a, b) in enumerate(zip(reversed(behind), reversed(last), strict=False)) if a != b), None)
+    size = min(len(behind), len(last)) if size is None else size
+    return last[len(last) - size :]
+
+
+def _common(last: str, past: str, tokens: re.Pattern[str]) -> str:
+    """What both begin with, up to a token that they do not share."""
+    size = next((i for i, (a, b) in enumerate(zip(last, past, strict=False)) if a != b), min(len(last), len(past)))
+    cut = next((match.start() for match in tokens.finditer(last) if match.start() < size < match.end()), size)
+    return last[:cut]
+
 
 LONGEST_TAG = 32  # tokens, white space included
 Messages = Sequence[Mapping[str, Any]]

@@ -7,9 +7,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.data.tables.csv_rows import CsvFile, csv_rows
-from rollout.data.tables.json_rows import PACKED, json_rows
-from rollout.data.tables.rows import Packed, ProblemsError, Row, Table
+from rollout.data.tables import (
+    PACKED,
+    CsvFile,
+    Packed,
+    ProblemsError,
+    Row,
+    Table,
+    csv_rows,
+    json_rows,
+)
 
 __all__ = ["DATA", "EVAL", "Names", "ProblemsError", "Row"]
 

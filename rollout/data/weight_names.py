@@ -14,8 +14,7 @@ from typing import Any
 
 from cluster.memory.shape import LINEAR, Shape
 from rollout.architecture import EXPERTS, text_of
-from rollout.data.hub import split
-from rollout.data.model_files import CONFIG, read_json
+from rollout.data.hub import CONFIG, read_json, split
 from rollout.data.weight_files import (
     Stored,
     WeightsError,

@@ -1,21 +1,192 @@
 """One trajectory from its start to its end, whatever the environment does."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 from cluster.deadline import within
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError
+from rollout.data.observation import UnclosedTurn
 from rollout.data.ordinary_text import OwnText
-from rollout.env.drive import Drive, Policy, Reading
-from rollout.env.history import HISTORIES, Writing
-from rollout.env.program import Asked, Hosted
-from rollout.env.protocol import Message, Start, Step, own_messages
+from rollout.env.protocol import (
+    Asked,
+    Hosted,
+    Message,
+    NoMore,
+    Sampled,
+    Start,
+    Step,
+    ToolSpec,
+    Turn,
+    own_messages,
+)
+from rollout.env.tools.parser import choose
 from rollout.env.trajectory import EnvironmentFault, Row, Trajectory
 from rollout.schema import Problem
+from rollout.types import Completion
+
+# How an answer gets into a conversation: behind what was sampled, or in a conversation that is rendered anew.
+
+
+class Writing(Protocol):
+    """How a conversation is written as tokens: rollout.env.play.ChatDialogue."""
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        """The prompt [P]: the messages, and the opening of the policy's turn."""
+        ...
+
+    def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
+        """The tokens that follow a sampled turn which these messages answer, up to the opening of the next turn; None
+        if the template cannot go on from the turn's last token."""
+        ...
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        """False if messages certainly have more tokens, found without making tokens of them: that of a megabyte takes
+        seconds, in which every other trajectory waits."""
+        ...
+
+    def past(self, turn: Turn) -> Message:
+        """A sampled turn as a message of the conversation."""
+        ...
+
+
+Answer = Callable[[Trajectory, Turn, Sequence[Message], Start], str]
+"""Adds the messages that answer a turn -> the outcome if the trajectory cannot go on with them, else "". The start's
+messages are those that the trajectory began with."""
+
+
+class Append:
+    """env.history "append": the answer is all that is written. tokens: most of what follows the prompt."""
+
+    def __init__(self, writing: Writing, tokens: int) -> None:
+        self._writing, self._tokens = writing, tokens
+
+    def __call__(self, trajectory: Trajectory, turn: Turn, messages: Sequence[Message], start: Start) -> str:
+        if not self._writing.may_fit(messages, self._tokens - len(trajectory.row.ids)):
+            return "length"
+        seen = self._writing.observe(messages, turn, start.tools)
+        if seen is None:
+            return "unclosed"
+        if len(trajectory.row.ids) + len(seen) >= self._tokens:
+            return "length"
+        trajectory.observed(messages, seen)
+        return ""
+
+
+class Render:
+    """env.history "template": the whole conversation is rendered as the chat template has it.
+
+    Where that begins with what was asked and sampled so far, the rest is appended. Where the template writes the past
+    differently (it leaves out thinking, say), the conversation goes on in another row, in which only what is sampled
+    from then on is learned; what was sampled before is learned in its own row, as it was sampled.
+    """
+
+    def __init__(self, writing: Writing, tokens: int) -> None:
+        self._writing, self._tokens = writing, tokens
+
+    def __call__(self, trajectory: Trajectory, turn: Turn, messages: Sequence[Message], start: Start) -> str:
+        if not self._writing.may_fit(messages, self._tokens):
+            return "length"
+        trajectory.written += [self._writing.past(turn), *messages]
+        prompt = self._writing.open([*start.messages, *trajectory.written], start.tools)
+        so_far, first = trajectory.row.so_far, trajectory.rows[0].prompt_ids
+        if len(prompt) - len(first) >= self._tokens:
+            return "length"
+        if prompt[: len(so_far)] == so_far:
+            trajectory.observed(messages, prompt[len(so_far) :])
+        else:
+            trajectory.rewritten(messages, prompt)
+        return "" if len(trajectory.row.ids) < self._tokens else "length"
+
+
+HISTORIES: dict[str, Callable[[Writing, int], Answer]] = {"append": Append, "refuse": Append, "template": Render}
+"""env.history -> how answers are written; "refuse" differs before the run only."""
+
+
+# A program's trajectory: each question of it continues what was asked and sampled before, or ends the trajectory.
+
+
+class Reading(Protocol):
+    """How tokens read: rollout.env.play.ChatDialogue."""
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
+        """What the policy sampled."""
+        ...
+
+    def shown(self, token_ids: Sequence[int]) -> Message:
+        """What a program put between two turns, as a message. Raises EnvironmentFault for what are no tokens."""
+        ...
+
+
+class Policy(Protocol):
+    """The policy, for one trajectory."""
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
+        """The next turn after token_ids (prompt and all that followed)."""
+        ...
+
+
+class Drive:
+    """One trajectory of a program. tokens: most that follow the first prompt. turns: of the policy, at most."""
+
+    def __init__(self, trajectory: Trajectory, model: Policy, dialogue: Reading, tokens: int, turns: int) -> None:
+        self._trajectory, self._model, self._dialogue = trajectory, model, dialogue
+        self._tokens, self._turns = tokens, turns
+        self._cut = ""  # the outcome, if the program was refused a turn
+
+    async def play(self, env: Hosted, asked: Asked) -> None:
+        """Answers until the program ends, and sets the outcome. Raises EnvironmentFault where it branches."""
+        while True:
+            answer = await self._answer(asked)
+            begun = time.perf_counter()
+            step = await env.step(answer)
+            took = (time.perf_counter() - begun) * 1e3
+            if isinstance(step, Step):
+                break
+            if self._trajectory.row.turns:
+                self._trajectory.row.turns[-1].env_ms += took
+            asked = step
+        if self._trajectory.row.turns:
+            self._trajectory.answered(step, self._trajectory.row.turns[-1].env_ms + took)
+        self._trajectory.outcome = self._cut or "done"
+
+    async def _answer(self, asked: Asked) -> Sampled | NoMore:
+        trajectory = self._trajectory
+        so_far = trajectory.row.so_far
+        if asked.token_ids[: len(so_far)] != so_far:
+            raise EnvironmentFault(
+                "branched",
+                f"run: the prompt of turn {len(trajectory.turns) + 1} must extend all that was asked and sampled "
+                "before it, and does not; keep the sampled ids instead of encoding their text again",
+            )
+        seen = asked.token_ids[len(so_far) :]
+        room = self._tokens - len(trajectory.row.ids) - len(seen)
+        if len(trajectory.turns) == self._turns:
+            self._cut = self._cut or "turns"
+            return NoMore(f"the trajectory has had its {self._turns} turns (env.max_turns)")
+        if room < 1:
+            self._cut = self._cut or "length"
+            return NoMore(f"the trajectory has had its {self._tokens} tokens (rollout.max_completion_length)")
+        if seen:
+            trajectory.observed((self._dialogue.shown(seen),), seen)
+        return await self._sampled(asked, room)
+
+    async def _sampled(self, asked: Asked, room: int) -> Sampled:
+        trajectory, begun = self._trajectory, time.perf_counter()
+        most = room if asked.max_tokens is None else min(room, asked.max_tokens)
+        completion = await self._model.generate(list(asked.token_ids), most, len(trajectory.turns))
+        trajectory.row.sampled(completion, (time.perf_counter() - begun) * 1e3)
+        trajectory.spoke(self._dialogue.read(completion.token_ids.tolist(), ()))
+        # A turn that the program itself wanted no longer is whole.
+        self._cut = "length" if completion.finish_reason == "length" and most == room else ""
+        return Sampled(completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason)
 
 
 class Dialogue(Writing, Reading, Protocol):
-    """How a conversation is written as tokens, and read: rollout.env.dialogue.ChatDialogue."""
+    """How a conversation is written as tokens, and read: rollout.env.play.ChatDialogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +289,61 @@ def opened(start: Start, problem: Problem) -> tuple[Message, ...]:
 
 def _ms(since: float) -> float:
     return (time.perf_counter() - since) * 1e3
+
+
+# Trajectories in a model's own words: its chat template around what the policy samples, which stays as it is.
+
+
+class ChatDialogue:
+    """A rollout.env.play.Dialogue.
+
+    Args:
+        parser: env.tool_parser, chosen when there are tools for the first time (rollout.env.tools.parser).
+        ends: tokens that end a turn.
+    """
+
+    def __init__(self, chat: Chat, parser: str, ends: Sequence[int]) -> None:
+        self._chat, self._ends = chat, frozenset(ends)
+        self._longest = max(map(len, chat.tokenizer.get_vocab()))  # characters that one token stands for, at most
+        self._parse = cache(lambda: choose(chat, parser).parse)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        try:
+            return self._chat.converse(messages, tools)
+        except ChatError as error:
+            raise EnvironmentFault("bad_observation", f"reset: {error}") from error
+
+    def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
+        return sum(len(message["content"]) for message in messages) <= tokens * self._longest
+
+    def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
+        calls, malformed = self._parse()(self._chat.decode(token_ids, special=True), tools) if tools else ((), ())
+        return Turn(self._chat.decode(token_ids), tuple(token_ids), calls, malformed)
+
+    def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
+        last = turn.token_ids[-1]
+        try:
+            # A turn that a stop string ended is closed by the template's own ending, which the policy did not sample.
+            return self._chat.observe(messages, last if last in self._ends else None, tools)
+        except UnclosedTurn:
+            return None
+        except ChatError as error:
+            raise EnvironmentFault("bad_observation", f"step: {error}") from error
+
+    def past(self, turn: Turn) -> Message:
+        ids = turn.token_ids[:-1] if turn.token_ids[-1] in self._ends else turn.token_ids
+        # Calls stay as they were written, with the special tokens that were sampled.
+        return {"role": "assistant", "content": OwnText(self._chat.decode(ids, special=True))}
+
+    def shown(self, token_ids: Sequence[int]) -> Message:
+        size = len(self._chat.tokenizer)
+        if not all(0 <= token < size for token in token_ids):
+            raise EnvironmentFault("bad_observation", f"run: token ids must lie in 0..{size - 1}, got others")
+        if token_ids and token_ids[-1] in self._ends:
+            end = self._chat.decode(token_ids[-1:], special=True)
+            raise EnvironmentFault(
+                "bad_observation",
+                f"run: a prompt must not end with a stop token, behind which the policy would not answer, and one ends "
+                f"with {end!r}: open the turn behind it, or encode text without special tokens",
+            )
+        return {"role": "user", "content": self._chat.decode(token_ids)}

@@ -1,22 +1,131 @@
 """The trajectories of a group, each with an environment of its own, side by side."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from rewards.call import Group
 from rewards.described import OF_ENVIRONMENTS, described
+from rewards.logged import Progress
+from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
 from rollout.env.play import Limits, Player
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
-from rollout.env.tools.tool_parser import ToolParserError
-from rollout.env.trajectory import Trajectory
-from rollout.schema import Problem
-from rollout.seeds import seed_of
-from rollout.side_by_side import side_by_side
-from rollout.types import Completion, EngineError, Sampling
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.tools.parser import ToolParserError
+from rollout.env.trajectory import CUT, FAULT, TURNS, Trajectory
+from rollout.schema import Origin, Problem, facts_of
+from rollout.scorer import Scorer, side_by_side
+from rollout.types import Completion, EngineError, Sampling, seed_of
+
+# Trajectories of a group -> columns of rollout.schema, with what environments and reward functions give for them.
+
+
+async def scored(
+    scorer: Scorer | None, problem: Problem, trajectories: Sequence[Trajectory], progress: Progress
+) -> Scores | None:
+    """What the reward functions give for the trajectories without a fault; None where there is nothing to ask."""
+    whole = [t for t in trajectories if not t.faulted]
+    if scorer is None or not whole:
+        return None
+    group = Group(
+        prompts=[list(t.opening) for t in whole],
+        completions=[t.messages for t in whole],
+        completion_ids=[t.row.ids for t in whole],
+        columns={name: [value] * len(whole) for name, value in problem.columns.items()},
+        prefilled=problem.prefilled,
+        progress=progress,
+    )
+    return await scorer.score(group)
+
+
+def rows_of(
+    problem: Problem,
+    trajectories: Sequence[Trajectory],
+    decode: Callable[[Sequence[int]], str],
+    scores: Scores | None,
+    by: Origin,
+    *,
+    alone: bool,
+) -> dict[str, Sequence[Any]]:
+    """All columns of the group: a row for each trajectory, or as many as it has, the last of which holds what is said
+    of all of it (messages, metrics). decode: ids as text, for people. alone: nothing but the environment gives
+    rewards."""
+    rewards = _rewards(trajectories, scores, alone=alone)
+    told = iter([] if scores is None else scores.logged)
+    logged = [[] if trajectory.faulted else next(told, []) for trajectory in trajectories]
+    places = [(i, row) for i, trajectory in enumerate(trajectories) for row in trajectory.rows]
+    last = [row is trajectories[i].row for i, row in places]
+    completions = [
+        Completion(
+            np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32), trajectories[i].outcome,
+            np.asarray(row.versions, np.int32),
+        )
+        for i, row in places
+    ]  # fmt: skip
+    of_all: list[tuple[str | None, list[tuple[str, float]]]] = [
+        (json.dumps(trajectories[i].messages), list(trajectories[i].metrics.items())) if whole else (None, [])
+        for (i, _), whole in zip(places, last, strict=True)
+    ]
+    return facts_of(problem, completions, by) | {
+        "sample": [i for i, _ in places],
+        "prompt_ids": [list(row.prompt_ids) for _, row in places],
+        "completion": [decode(row.ids) for _, row in places],
+        "loss_mask": [row.mask for _, row in places],
+        "turns": [[turn.as_row() for turn in row.turns] for _, row in places],
+        "messages": [messages for messages, _ in of_all],
+        "env_metrics": [metrics for _, metrics in of_all],
+        "generate_ms": [sum(turn.generate_ms for turn in row.turns) for _, row in places],
+        "reward": [rewards[i][0] for i, _ in places],
+        "reward_status": [rewards[i][1] for i, _ in places],
+        "reward_parts": [list(rewards[i][2].items()) for i, _ in places],
+        "reward_error": [rewards[i][3] for i, _ in places],
+        "reward_ms": [0.0 if scores is None else scores.ms] * len(places),
+        "logged": [logged[i] if whole else [] for (i, _), whole in zip(places, last, strict=True)],
+    }
+
+
+def _rewards(
+    trajectories: Sequence[Trajectory], scores: Scores | None, *, alone: bool
+) -> list[tuple[float | None, str, dict[str, float | None], str | None]]:
+    """(reward, status, parts by name, what failed in words) of each. The environment's own parts count with weight
+    1."""
+    found: list[tuple[float | None, str, dict[str, float | None], str | None]] = []
+    asked = 0
+    for trajectory in trajectories:
+        if trajectory.faulted:
+            found.append((None, FAULT, {}, sentence_of(trajectory)))
+            continue
+        parts = trajectory.parts
+        if alone and not parts and trajectory.outcome in CUT:
+            parts = {TURNS: 0.0}  # the environment had not come to that, and this must not be free
+        own: dict[str, float | None] = dict(parts)
+        if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
+            raise ValueError(
+                f"rewards: each part must have a name of its own, and the environment gives {', '.join(both)} as well; "
+                "set rewards.<i>.name"
+            )
+        reward, status = (sum(parts.values()), "ok") if own else (None, NOT_SCORED)
+        error = None
+        if scores is not None:
+            given, error = scores.status[asked], scores.errors[asked]
+            own |= {name: values[asked] for name, values in scores.parts.items()}
+            if given not in ("ok", NOT_SCORED):
+                reward, status = None, given
+            elif given == "ok":
+                reward, status = (reward or 0.0) + (scores.reward[asked] or 0.0), "ok"
+            asked += 1
+        found.append((reward, status, own, error))
+    return found
+
+
+def sentence_of(trajectory: Trajectory) -> str:
+    """What an environment's fault was, for people."""
+    return f"environment: {trajectory.outcome}: {trajectory.fault}"[:LONGEST_ERROR]
 
 
 class UnequalStart(ValueError):

@@ -11,8 +11,8 @@ from shutil import rmtree
 
 from cluster.files import digest_of, writing
 from rollout.engine import AdapterRefused
-from rollout.safetensors_stream import header_of
 from rollout.types import Adapter, Weights
+from rollout.weights import header_of
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"

@@ -1,34 +1,358 @@
-"""vLLM as an Engine: one LLMEngine in this process, owned by one thread (rollout.vllm.thread)."""
+"""vLLM as an Engine: one LLMEngine in this process, owned by one thread (rollout.vllm.engine)."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
+from rollout.base_manifest import Manifest
 from rollout.data.weight_names import check_fit, check_model
-from rollout.engine import EngineSettings
-from rollout.shared_base.manifest import Manifest
-from rollout.types import Adapter, Completion, Held, Sampling, Weights
-from rollout.vllm.arguments import check_can_continue, engine_arguments
-from rollout.vllm.commands import Load, Peak, Read, Request, Rest, Share
+from rollout.engine import EngineClosed, EngineDied, EngineSettings
+from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
+from rollout.vllm.adapter_cache import AdapterWindow, Resident
+from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments, shut_down
 from rollout.vllm.convert import (
     checked_prompt,
     completion_params,
+    lora_request,
     probe_params,
     read_completions,
     read_continued,
     read_probe,
 )
 from rollout.vllm.environment import check_env
-from rollout.vllm.room import wait_for_room
-from rollout.vllm.thread import EngineThread
+from rollout.vllm.policies import Policies
+from rollout.vllm.shards import lost_shard, peak_of, settle_ends
+
+# Room on a card for a model that is about to be loaded, once whoever held it before has let go.
+
+PATIENCE_S, EVERY_S = 60.0, 0.2
+
+
+def wait_for_room(
+    needed: int,
+    free: Callable[[], int],
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Returns once so many bytes are free, which free() says. Raises EngineError after a minute."""
+    deadline = now() + PATIENCE_S
+    while (there := free()) < needed:
+        if now() > deadline:
+            raise EngineError(
+                f"memory: the model and its KV cache need {needed / 2**20:.0f} MiB of the card, and after "
+                f"{PATIENCE_S:.0f} s {there / 2**20:.0f} MiB are free: another process holds the rest (nvidia-smi says "
+                "which), or memory.device is more than there is"
+            )
+        sleep(EVERY_S)
+
+
+# What callers ask of the engine's thread; each command holds the future of its answer.
+
+
+@dataclass(slots=True)
+class Request:
+    """generate or probe. read: vLLM's output and the version that the request began with -> the answer."""
+
+    id: str
+    prompt_ids: list[int]
+    params: Any
+    read: Callable[[Any, int], Any]
+    answer: Future[Any] = field(default_factory=Future)
+    adapter: Resident | None = None
+
+
+@dataclass(slots=True)
+class Load:
+    """A new policy."""
+
+    staged: Resident
+    weights: Weights | None = None  # an adapter lies in its folder
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Rest:
+    """sleep(), or with asleep=False wake()."""
+
+    asleep: bool
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Read:
+    """held()."""
+
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Peak:
+    """peak_memory(), of several processes."""
+
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Share:
+    """share_base()."""
+
+    answer: Future[Any] = field(default_factory=Future)
+
+
+Command = Request | Load | Read | Peak | Rest | Share
+
+
+# What the engine's thread does in one turn: execute commands in order, one engine step, answer finished requests.
+
+
+class Turns:
+    """backlog: commands that wait for their turn. running: requests in the engine, by id."""
+
+    def __init__(self, engine: Any, settings: EngineSettings, window: AdapterWindow) -> None:
+        self.engine = engine
+        self.backlog: deque[Command] = deque()
+        self.running: dict[str, Request] = {}
+        self._policies = Policies(engine, settings, window)
+        self._adapters, self._shares = settings.max_lora_rank > 0, settings.shares_base
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is to be done until another command comes."""
+        return not self.backlog and not self.engine.has_unfinished_requests()
+
+    def turn(self) -> None:
+        """Whatever commands can be executed, then one step of the engine."""
+        while self.backlog and self._execute(self.backlog[0]):
+            self.backlog.popleft()
+        if self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                self._finish(output)
+
+    def abort_unwanted(self) -> None:
+        """Ends requests whose caller was cancelled."""
+        for request in [request for request in self.running.values() if request.answer.cancelled()]:
+            self._abort(request)
+
+    def unanswered(self) -> Iterable[Command]:
+        """All that somebody waits for."""
+        return [*self.running.values(), *self.backlog]
+
+    def close(self) -> None:
+        """When the engine has ended."""
+        self._policies.close()
+
+    def _abort(self, request: Request) -> None:
+        self.engine.abort_request([request.id])
+        # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
+        parents = self.engine.output_processor.parent_requests
+        for name in [name for name, parent in parents.items() if parent.external_req_id == request.id]:
+            del parents[name]
+        self._release(request)
+
+    def _execute(self, command: Command) -> bool:
+        """False if the command must wait for running requests; those behind it then wait too, in order."""
+        try:
+            if isinstance(command, Load):
+                if not self._policies.load(command.staged, command.weights, running=bool(self.running)):
+                    return False
+                settle(command.answer, command.staged.digest)
+            elif isinstance(command, Rest):
+                if command.asleep:
+                    self._policies.sleep(len(self.running))
+                else:
+                    self._policies.wake()
+                settle(command.answer, None)
+            elif isinstance(command, Read):
+                settle(command.answer, self._policies.held())
+            elif isinstance(command, Peak):
+                settle(command.answer, peak_of(self.engine))
+            elif isinstance(command, Share):
+                settle(command.answer, self._share())
+            elif not command.answer.cancelled():
+                self._add(command)
+        except (EngineError, ValueError) as error:  # this call's fault; anything else ends the engine
+            settle(command.answer, error)
+        return True
+
+    def _share(self) -> Manifest:
+        if not self._shares:
+            raise EngineError("share_base: the engine must be started with shares_base=True; set it in EngineSettings")
+        from rollout.vllm.shared_base import manifest_of
+
+        return manifest_of(self.engine)
+
+    def _add(self, request: Request) -> None:
+        adapter = self._policies.newest()
+        self.engine.add_request(
+            request.id,
+            # The salt keeps versions apart in the prefix cache; with adapters their names do that as well.
+            {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{adapter.version}"},
+            request.params,
+            lora_request=lora_request(adapter) if self._adapters else None,
+        )
+        request.adapter = adapter
+        adapter.users += 1
+        self.running[request.id] = request
+
+    def _finish(self, output: Any) -> None:
+        request = self.running.get(output.request_id)
+        if request is None or not output.finished:  # an aborted request may still have had output in this step
+            return
+        assert request.adapter is not None, "a running request has an adapter"
+        answer: Any
+        try:
+            answer = request.read(output, request.adapter.version)
+        except EngineError as error:
+            answer = error
+        # Not before read: should that fail in an unforeseen way, the request must be found among the running ones.
+        # Not after the answer: who has it may count on the adapter being free.
+        self._release(request)
+        settle(request.answer, answer)
+
+    def _release(self, request: Request) -> None:
+        del self.running[request.id]
+        assert request.adapter is not None, "a running request has an adapter"
+        request.adapter.users -= 1
+
+
+def settle(answer: Future[Any], value: Any) -> None:
+    """Gives the caller its value, or raises it there if it is an exception."""
+    with suppress(InvalidStateError):  # the caller cancelled in the meantime and wants no answer
+        if isinstance(value, Exception):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
+
+
+# The thread that owns a vLLM LLMEngine: take commands; engine.step(); answer finished requests; and again.
+#
+# It sleeps on its inbox when nothing is running. Nothing else touches the LLMEngine, so a policy is loaded between two
+# steps and generation never pauses for one (but whole weights with in_flight "finish" wait until nothing is running).
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 60.0
+
+
+class EngineThread:
+    """Runs commands in the order in which they come. The constructor blocks until the model is loaded.
+
+    Attributes:
+        window: the policy versions; its stage() may be called from any thread.
+        vocab_size: token ids are below it.
+
+    Raises:
+        Exception: whatever vLLM raised at its start.
+    """
+
+    def __init__(self, settings: EngineSettings, arguments: dict[str, Any]) -> None:
+        self.window = AdapterWindow(settings.adapter_window)
+        self.vocab_size = 0
+        self._settings = settings
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # a call is either seen by the thread or refused, never lost in between
+        self._end: Callable[[], EngineError] | None = None
+        self._closing = False
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(arguments, started), name="vllm-engine", daemon=True)
+        self._thread.start()
+        started.result()
+
+    # --- the callers' side -------------------------------------------------------------------------------------------
+
+    async def call(self, command: Command) -> Any:
+        """The command's answer. Cancelling the call frees its slots in the engine."""
+        with self._lock:
+            if self._end is not None:
+                raise self._end()
+            self._inbox.put(command)
+        try:
+            return await asyncio.wrap_future(command.answer)
+        except asyncio.CancelledError:
+            command.answer.cancel()
+            self._inbox.put(None)  # wakes the thread, which then looks for what nobody wants to go on
+            raise
+
+    async def close(self) -> None:
+        """See Engine.close. Raises EngineError if the engine does not come back from its current step."""
+        self._closing = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineError(
+                f"the engine thread must end within {_CLOSE_TIMEOUT_S:.0f} s of close(), and is still in a step; "
+                "kill the process"
+            )
+
+    # --- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self, arguments: dict[str, Any], started: Future[None]) -> None:
+        try:
+            engine = build_engine(arguments, shares_base=self._settings.shares_base)
+            if self._settings.shards > 1:
+                settle_ends(engine)
+            self._turns = Turns(engine, self._settings, self.window)
+            self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
+        except BaseException as error:  # raised again by the constructor
+            self.window.clear()
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            while not self._closing:
+                self._turn()
+            self._stop(lambda: EngineClosed("the engine was closed"))
+        except BaseException as error:  # whatever it is, nobody may be left waiting
+            log.exception("the engine thread died")
+            cause = lost_shard(engine, self._settings.shards) or f"{type(error).__name__}: {error}"
+            self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
+        self.window.clear()
+        shut_down(engine)
+        self._turns.close()
+
+    def _turn(self) -> None:
+        self._take(block=self._turns.idle)
+        self._turns.turn()
+
+    def _take(self, block: bool) -> None:
+        """Moves what has arrived to the backlog; with block, first waits for something to arrive."""
+        woken = False
+        while block or not self._inbox.empty():
+            command = self._inbox.get()
+            block = False
+            if command is None:
+                woken = True
+            else:
+                self._turns.backlog.append(command)
+        if woken:
+            self._turns.abort_unwanted()
+
+    def _stop(self, end: Callable[[], EngineError]) -> None:
+        with self._lock:
+            self._end = end
+            left = [*self._turns.unanswered()]
+            while not self._inbox.empty():
+                command = self._inbox.get()
+                left += [] if command is None else [command]
+        for command in left:
+            settle(command.answer, end())
 
 
 class VllmEngine:
@@ -56,7 +380,7 @@ class VllmEngine:
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
-            from rollout.vllm.cpu.process import prepare_cpu_process
+            from rollout.vllm.cpu import prepare_cpu_process
 
             prepare_cpu_process()
         self._settings = settings

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.data.chat import Chat
 from rollout.data.hub import joined
-from rollout.env.tools.tool_parser import ToolParserError, choose
+from rollout.env.tools.parser import ToolParserError, choose
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:

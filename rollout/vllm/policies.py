@@ -7,10 +7,151 @@ from typing import Any
 from rollout.engine import AdapterRefused, EngineAsleep, EngineSettings, NoAdapter
 from rollout.types import EngineError, Held, Weights, WeightsInFile
 from rollout.vllm.adapter_cache import AdapterWindow, Resident
-from rollout.vllm.load_policy import load_adapter, load_weights, replace_adapter
+from rollout.vllm.convert import lora_request
 from rollout.vllm.read_back import held_by
-from rollout.vllm.sleep import sleep, wake
-from rollout.weights_file import WeightsFile
+from rollout.weights import WeightsFile, WeightsReader, unpack
+
+# vLLM's sleep level 1, for two roles that take turns on one card. Only the engine's own thread calls these.
+#
+# What is relied on (read in vLLM 0.32, cumem.py and gpu_worker.py; run on an H200): weights and LoRA slots come from
+# one memory pool, which level 1 copies to pinned host memory and unmaps; the KV cache is unmapped and forgotten.
+# wake_up() maps both at the same addresses and copies the first back, so CUDA graphs stay valid. The CUDA context
+# stays.
+
+
+def sleep(engine: Any, window: AdapterWindow, adapters: bool) -> Held | None:
+    """Frees the device memory; nothing may be running, since vLLM would drop it without an answer.
+
+    Returns the newest adapter as it lay in its slot, for wake; None for whole weights (gigabytes, and the next policy
+    that is delivered is read back anyhow) or before the first policy.
+    """
+    newest = window.newest
+    held = held_by(engine, newest, adapters) if adapters and newest else None
+    engine.sleep(level=1)
+    return held
+
+
+def wake(engine: Any, window: AdapterWindow, before: Held | None) -> None:
+    """Device memory back, an empty prefix cache, and the newest adapter loaded again (before: what sleep returned).
+
+    Raises RuntimeError, which ends the engine, if vLLM keeps the blocks of a cache whose content is gone, or if the
+    adapter is not what it was.
+    """
+    engine.wake_up()
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("wake: vLLM kept the prefix cache, whose content was lost in sleep")
+    newest = window.newest
+    if before is None or newest is None:
+        return
+    # Slots that came back wrong from a level-1 sleep are on record (vllm issue 53888), hence none is trusted.
+    for resident in window.residents:
+        engine.remove_lora(resident.lora_id)
+        if resident is not newest:
+            window.drop(resident)
+    engine.add_lora(lora_request(newest))
+    if held_by(engine, newest, adapters=True) != before:
+        raise RuntimeError(f"wake: the tensors of adapter v{newest.version} are not those that went to sleep")
+
+
+# Loads a new policy into a running LLMEngine: as one more adapter, in place of the adapter there, or as whole weights.
+#
+# Only the engine's own thread calls these, between two steps.
+
+_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
+
+
+def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
+    """Makes the staged adapter the newest; False if every resident one is in use.
+
+    Raises AdapterRefused, or EngineError if vLLM did not keep it.
+    """
+    window.check(staged)
+    if not _make_room(engine, window):
+        return False
+    _put(engine, staged, in_place=False)
+    window.add(staged)
+    return True
+
+
+def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> None:
+    """Puts the staged adapter in the place of the one there is; running requests go on under it.
+
+    Their keys and values stay (PipelineRL, Piché et al. 2025): nothing is computed twice, and each recorded logprob is
+    that of the distribution really sampled, which is not quite the new policy's own given the same tokens.
+
+    Raises as load_adapter; the adapter there is then stays in force.
+    """
+    window.check(staged)
+    _put(engine, staged, in_place=True)
+    window.replace(staged)
+
+
+def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
+    try:
+        engine.add_lora(lora_request(staged, load_inplace=in_place))
+    except ValueError as error:
+        raise AdapterRefused(f"vLLM refused adapter v{staged.version}: {error}") from error
+    if staged.lora_id not in engine.list_loras():
+        raise EngineError(f"vLLM took adapter v{staged.version} but does not list it; restart the worker")
+
+
+def _make_room(engine: Any, window: AdapterWindow) -> bool:
+    """Drops the oldest unused version if the window is full. vLLM's own LRU could drop one that is in use."""
+    if not window.is_full():
+        return True
+    evictable = window.evictable()
+    if evictable is None:
+        return False
+    engine.remove_lora(evictable.lora_id)
+    window.drop(evictable)
+    return True
+
+
+def load_weights(
+    engine: Any, window: AdapterWindow, staged: Resident, source: bytes | memoryview | WeightsInFile
+) -> None:
+    """Puts the staged weights (safetensors) in the place of those of the same names; the others stay.
+
+    source: for an engine in this process they are in its memory; for one of several processes, where each finds them.
+
+    Requests that run go on under them as replace_adapter says. Cached keys and values are the old weights', and only
+    requests that began under those find them: each prompt carries its version (EngineThread).
+
+    Raises AdapterRefused if their version or names are wrong. Anything else that goes wrong leaves a model of two
+    versions, hence is a RuntimeError that ends the engine.
+    """
+    window.check(staged)
+    if staged.keys:  # else Weights.unchanged
+        load = _replace_from if isinstance(source, WeightsInFile) else _replace
+        try:
+            engine.collective_rpc(load, args=(source, staged.keys))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"weights v{staged.version} were loaded in part: {cause}") from error
+    window.replace(staged)
+
+
+def _replace_from(worker: Any, place: WeightsInFile, names: frozenset[str]) -> None:
+    """Runs in each of several workers, which loads its part. vLLM's own way to them would send each a pickled copy."""
+    reader: WeightsReader = vars(worker).setdefault("gleaner_reader", WeightsReader())
+    with reader.payload(place) as payload:
+        _replace(worker, payload, names)
+
+
+def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:
+    """Runs in vLLM's worker."""
+    worker.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
+    model = worker.model_runner.get_model()
+    head: Any = getattr(model, "lm_head", None)
+    if not hasattr(head, "cpu_linear") or not any(name.endswith(_EMBEDDINGS) for name in names):
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    # vLLM on a CPU computes with a repacked copy of the output embedding, which a reload does not renew where it is
+    # tied to the input embedding: it would go on with the old one, with no more than a line in the log.
+    if model.config.tie_word_embeddings:
+        head.weight = model.model.embed_tokens.weight
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 class Policies:

@@ -37,7 +37,7 @@ QUIET_TORCH = "-torch._library.triton"  # a CPU has no Triton, which it warns of
 def shard_arguments(shards: int, *, cuda: bool) -> dict[str, Any]:
     """Keywords of vllm.EngineArgs."""
     arguments: dict[str, Any] = {"tensor_parallel_size": shards, "distributed_executor_backend": "mp"}
-    return arguments if cuda else arguments | {"worker_cls": "rollout.vllm.cpu.shard.CpuShard"}
+    return arguments if cuda else arguments | {"worker_cls": "rollout.vllm.cpu_shard.CpuShard"}
 
 
 @contextmanager

@@ -6,26 +6,288 @@ The names of vLLM that are used here are the same from 0.27 to 0.33.
 
 from __future__ import annotations
 
+import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import LoadConfig
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from cluster import machine
-from rollout.shared_base import cuda_ipc
-from rollout.shared_base.checksum import digests_of_pieces
-from rollout.shared_base.manifest import Manifest, Piece, Quantised, View
-from rollout.shared_base.shared_file import SharedFile
-from rollout.vllm.quant_states import quantised_of, state_of
-from rollout.vllm.view_recorder import ViewRecorder
+from rollout import shared_base
+from rollout.base_manifest import (
+    Manifest,
+    Piece,
+    Quantised,
+    View,
+)
+from rollout.data.hub import split
+from rollout.shared_base import SharedFile, digests_of_pieces
+from rollout.vllm.arguments import know_model
+
+# What vLLM knows of weights in 4 bits (quantization="bitsandbytes"): which bytes of a parameter are which matrix, and
+# their scales.
+#
+# It quantises each tensor of the checkpoint by itself, as the learner would, and puts the packed bytes of those that it
+# fuses one after the other. It notes at the parameter where each begins (`bnb_shard_offsets`) and what it multiplies
+# out by (`bnb_quant_state`, bitsandbytes' QuantState), whose scales it un-nests as it loads: 0.5625 bytes a weight.
+
+_STATES, _OFFSETS = "bnb_quant_state", "bnb_shard_offsets"
+
+
+def quantised_of(
+    parameters: Mapping[str, Any], views: Mapping[str, View]
+) -> tuple[dict[str, Quantised], dict[str, str]]:
+    """(the matrices among the views that are in 4 bits, why others of them cannot be read), by the checkpoint's name.
+
+    parameters: of vLLM's model, by its names. The scales of a matrix are called as bitsandbytes calls them in a file.
+    """
+    found: dict[str, Quantised] = {}
+    unknown: dict[str, str] = {}
+    for name, view in views.items():
+        if not hasattr(parameters[view.parameter], _STATES):
+            continue
+        state = state_of(parameters, view)
+        if state is None:
+            unknown[name] = f"vLLM multiplies it out together with other rows of {view.parameter}"
+        elif state.quant_type != "nf4" or state.nested:
+            unknown[name] = f"it is not nf4 with scales in float32 there, but {state.quant_type}, nested={state.nested}"
+        else:
+            found[name] = Quantised(tuple(state.shape), state.blocksize, f"{name}.absmax")
+    return found, unknown
+
+
+def state_of(parameters: Mapping[str, Any], view: View) -> Any:
+    """The QuantState by which vLLM multiplies out exactly these bytes of a parameter; None if there is none."""
+    parameter = parameters[view.parameter]
+    states, offsets = getattr(parameter, _STATES, {}), getattr(parameter, _OFFSETS, None)
+    starts = [] if offsets is None else offsets.tolist()
+    size = prod(view.shape)
+    for shard, (start, end) in enumerate(pairwise(starts)):
+        if (start, end) == (view.offset, view.offset + size) and set(view.strides) == {1}:
+            return states[shard]
+    return None
+
+
+# Where an engine puts each tensor of a checkpoint, found by watching it load: no table of architectures is needed.
+#
+# An engine fuses, splits and pads as it loads, always by copies from a tensor of the checkpoint into a parameter. If
+# all copies of a tensor follow one affine rule, the tensor can be read back as a strided view of the parameter; else it
+# is refused, and the reason kept.
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of elements of a tensor into a parameter: both in elements from the first one's, strides alike."""
+
+    source: int
+    shape: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target: int
+    target_strides: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Source:
+    """A tensor of the checkpoint. copies: by the name of the parameter; spoilt: what was done to it afterwards."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    spoilt: str = ""
+
+
+class _Places:
+    """Tensors by the memory that they lie in."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[int, int, str]]] = {}
+        # As long as such a reference lives, no other storage has the same number.
+        self._alive: list[StorageWeakRef] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        storage, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size()
+        self._alive.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        self._found.setdefault(storage._cdata, []).append((start, start + tensor.nbytes, name))
+
+    def find(self, tensor: Tensor) -> tuple[str, int] | None:
+        """(name of the tensor that it is a part of, offset in elements from that tensor's first)."""
+        at, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
+        for start, end, name in self._found.get(tensor.untyped_storage()._cdata, ()):
+            if start <= at < end:
+                return name, (at - start) // size
+        return None
+
+
+class ViewRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside of it, what is copied from the tensors given to `source` into the parameters is noted."""
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._targets, self._places = _Places(), _Places()
+        self._sources: dict[str, _Source] = {}
+        self._written: dict[str, list[tuple[int, int, _Source]]] = {}  # parameter -> (first, past the last, by whom)
+        for name, parameter in parameters:
+            self._targets.add(name, parameter.detach())
+
+    def source(self, name: str, tensor: Tensor) -> None:
+        """A tensor of the checkpoint that is about to be loaded."""
+        self._places.add(name, tensor)
+        self._sources[name] = _Source(name, tuple(tensor.shape), tensor.stride())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            place = self._targets.find(args[0])
+            if place is not None:
+                self._note(func, *place, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, parameter: str, offset: int, args: Sequence[Any]) -> None:
+        target = args[0]
+        first, last = offset, offset + _reach(target.shape, target.stride())
+        found = self._places.find(args[1]) if func is torch.ops.aten.copy_.default else None
+        by = self._sources[found[0]] if found else None
+        for start, end, earlier in self._written.get(parameter, ()):
+            if earlier is not by and start < last and first < end:
+                earlier.spoilt = f"{parameter} was written over by {by.name if by else func.__name__}"
+        if found is None or by is None:
+            return
+        self._written.setdefault(parameter, []).append((first, last, by))
+        if args[1].shape != target.shape:
+            by.spoilt = f"it was spread from {list(args[1].shape)} over {list(target.shape)}"
+        strides = (args[1].stride(), offset, target.stride())
+        by.copies.setdefault(parameter, []).append(Copy(found[1], tuple(target.shape), *strides))
+
+    def views(self) -> tuple[dict[str, View], dict[str, str]]:
+        """(view of each tensor by its name, why the others have none)."""
+        found: dict[str, View] = {}
+        refused: dict[str, str] = {}
+        for name, source in self._sources.items():
+            try:
+                found[name] = _view_of(source)
+            except ValueError as error:
+                refused[name] = str(error)
+        return found, refused
+
+
+def _view_of(source: _Source) -> View:
+    """Raises ValueError with the reason if there is none."""
+    if source.spoilt:
+        raise ValueError(source.spoilt)
+    if not source.copies:
+        raise ValueError("it is not copied into a parameter as it is")
+    if len(source.copies) > 1:
+        raise ValueError(f"its parts lie in {len(source.copies)} parameters, {', '.join(sorted(source.copies))}")
+    ((parameter, copies),) = source.copies.items()
+    offset, strides = affine(source.shape, source.strides, copies)
+    return View(parameter, source.shape, strides, offset)
+
+
+def affine(shape: tuple[int, ...], strides: tuple[int, ...], copies: Sequence[Copy]) -> tuple[int, tuple[int, ...]]:
+    """(offset, strides) in the parameter, in elements, of a tensor that these copies have put there.
+
+    Raises ValueError if no such rule holds for every element of the tensor.
+    """
+    copies = list({copy.source: copy for copy in copies}.values())  # loaded once more: the same again
+    if sum(_count(copy.shape) for copy in copies) != _count(shape):
+        raise ValueError("not every element of it is copied, or some are in pieces that overlap")
+    sizes = {stride: size for size, stride in zip(shape, strides, strict=True) if size > 1}
+    moved: dict[int, int] = {}  # a stride of the tensor -> of the parameter
+    for copy in copies:
+        first = _index(copy.source, sizes)
+        for size, here, there in zip(copy.shape, copy.source_strides, copy.target_strides, strict=True):
+            if size > 1 and first.get(here, 0) + size > sizes.get(here, 0):
+                raise ValueError("its dimensions are joined or cut on the way")
+            if size > 1 and moved.setdefault(here, there) != there:
+                raise ValueError("its pieces are laid out differently")
+    if moved.keys() != sizes.keys():
+        raise ValueError("it is copied element by element, or row by row")
+    starts = set()
+    for copy in copies:
+        index = _index(copy.source, sizes)
+        starts.add(copy.target - sum(index[stride] * moved[stride] for stride in index))
+    if len(starts) != 1:
+        raise ValueError("its pieces are reordered")
+    mapped = tuple(moved[stride] if size > 1 else 1 for size, stride in zip(shape, strides, strict=True))
+    return starts.pop(), mapped
+
+
+def _index(position: int, sizes: dict[int, int]) -> dict[int, int]:
+    """Stride of a dimension -> the index along it of the element at this position of a tensor."""
+    found = {}
+    for stride in sorted(sizes, reverse=True):
+        found[stride], position = divmod(position, stride)
+    return found
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to past the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if _count(shape) else 0
+
+
+# Where vLLM would put each tensor of a checkpoint: its own loading code, run on a model and a checkpoint that have no
+# weights (torch's meta device). No engine is started, and nothing is read but names and shapes.
+
+
+def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, View], dict[str, str]]:
+    """(view of each tensor by its name, why the others have none), as rollout.vllm.shared_base has them.
+
+    stored: the names of the checkpoint's tensors, and their shapes. For a process that does nothing else: vLLM keeps
+    groups of processes, here of one, for as long as it lives.
+
+    Raises what vLLM raises: where it cannot load the model, where that needs numbers, or without the device that it was
+    built for.
+    """
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    name, revision = split(path)
+    know_model(name, revision)
+    kind: Any = dtype  # vLLM lists the names that it takes
+    args = EngineArgs(
+        model=name, revision=revision, dtype=kind, trust_remote_code=False, enforce_eager=True, skip_tokenizer_init=True
+    )
+    config = args.create_engine_config()
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
+        initialize_model_parallel()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, dtype))
+        try:
+            with torch.device("meta"):
+                model: Any = initialize_model(vllm_config=config)
+        finally:
+            torch.set_default_dtype(before)
+        recorder = ViewRecorder(model.named_parameters())
+
+        def checkpoint() -> Iterator[tuple[str, Tensor]]:
+            for name, shape in stored.items():
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                recorder.source(name, tensor)
+                yield name, tensor
+
+        with recorder:
+            model.load_weights(checkpoint())
+    return recorder.views()
+
 
 _ATTRIBUTE = "gleaner_shared_base"  # of the model: where the loader leaves what it has recorded
 
@@ -164,7 +426,7 @@ def _manifest(worker: Any) -> Manifest:
         handles = {name: recorded.files[name].handle(tensor) for name, tensor in pieces.items()}
         where = machine.name()
     else:
-        handles, where = cuda_ipc.handles_of(pieces), cuda_ipc.card(worker.device)
+        handles, where = shared_base.handles_of(pieces), shared_base.card_of(worker.device)
     refused = dict(recorded.refused)
     for name, view in recorded.views.items():
         needed = [view.parameter] + ([recorded.quantised[name].scales] if name in recorded.quantised else [])

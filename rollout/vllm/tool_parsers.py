@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.env.protocol import ToolCall, ToolSpec
-from rollout.env.tools.tool_calls import call_of
+from rollout.env.tools.parser import call_of
 
 
 def names() -> list[str]:

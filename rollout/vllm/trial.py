@@ -11,8 +11,7 @@ import os
 import sys
 from typing import Any
 
-from rollout.vllm.arguments import check_bitsandbytes
-from rollout.vllm.startup import without_lora
+from rollout.vllm.arguments import check_bitsandbytes, without_lora
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from learner.driver import record
 from learner.tools.report.write import LiveServer, Watched, report
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-arithmetic"

@@ -62,15 +62,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
             ("a[]", "b[]", "stack", "weight", "parts", "module.bias", "module.weight", "head.weight"), PLAIN
         ),
     },
-    "rollout/vllm/cpu/lora.py": {
+    "rollout/vllm/cpu.py": {
         "holder": PLAIN,
         "wrapper": ("vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU",),
         "method": ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",),
         "part": PLAIN,
-        "self": PLAIN,
-    },
-    "rollout/vllm/cpu/norm.py": dict.fromkeys(("norm", "norm_of_sum"), ("vllm.ir.op.IrOp",)),
-    "rollout/vllm/cpu/sampling.py": {
+        **dict.fromkeys(("norm", "norm_of_sum"), ("vllm.ir.op.IrOp",)),
         **dict.fromkeys(("sampler", "self"), ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",)),
         **dict.fromkeys(("kept", "logprobs"), PLAIN),
     },
@@ -85,7 +82,8 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/shared_base.py": {
         "layer": ("vllm.model_executor.layers.linear.LinearBase",),
         "state": (_QUANT_STATE,),
-        **dict.fromkeys(("name", "parameter"), PLAIN),
+        "args": ("vllm.engine.arg_utils.EngineArgs",),
+        **dict.fromkeys(("name", "parameter", "offsets", "args[]", "func", "target"), PLAIN),
     },
     "rollout/vllm/shards.py": {
         "executor": ("vllm.v1.executor.multiproc_executor.MultiprocExecutor",),
@@ -94,16 +92,13 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "queue.buffer": ("vllm.distributed.device_communicators.shm_broadcast.ShmRingBuffer",),
         "queue.buffer.shared_memory": PLAIN,  # of the standard library
     },
-    "rollout/vllm/meta_load.py": {"args": ("vllm.engine.arg_utils.EngineArgs",)},
-    "rollout/vllm/quant_states.py": {"state": (_QUANT_STATE,), "offsets": PLAIN},
     "rollout/vllm/tool_parsers.py": {
         "parser": ("vllm.tool_parsers.ToolParser",),
         "found": tuple(f"{module}.ExtractedToolCallInformation" for module in _FOUND.values()),
         "call": tuple(f"{module}.ToolCall" for module in _FOUND.values()),
         "call.function": tuple(f"{module}.FunctionCall" for module in _FOUND.values()),
     },
-    "rollout/vllm/startup.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
-    "rollout/vllm/view_recorder.py": dict.fromkeys(("args[]", "func", "target"), PLAIN),
+    "rollout/vllm/arguments.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
     "cluster/ray_": {
         "node": ("ray._private.node.Node",),
         "process": PLAIN,  # of the standard library
@@ -140,7 +135,7 @@ CALLED_WITH = {
     "rollout/vllm/arguments.py:_cpu_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_cuda_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/shards.py:shard_arguments": "vllm.engine.arg_utils.EngineArgs",
-    "rollout/vllm/startup.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/arguments.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
     "learner/model/attention.py:_by_varlen": "torch.nn.attention.varlen.varlen_attn",
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",
 }

@@ -16,7 +16,7 @@ import pytest_asyncio
 from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable, ValueLost
 from cluster.placement import PlacementError, Role
 from cluster.ray_cluster import Session, connect
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 
 ENOUGH_S = 300  # for what is done in a moment, on a machine that is busy with other things
 

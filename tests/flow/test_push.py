@@ -23,14 +23,13 @@ from learner.driver.memory import settle
 from learner.driver.roles import make_trainer, worker_spec
 from learner.trainer.service import TrainerService
 from rollout.data.chat import Chat
-from rollout.data.cursor import Cursor
-from rollout.data.problems import load
+from rollout.data.problems import Cursor, load
+from rollout.delivery import DeliveryError, Push
 from rollout.engine import Engine, EngineSettings
 from rollout.producer import Pipes, Producer
 from rollout.service import RolloutService
 from rollout.types import Adapter
 from rollout.vllm.environment import required_env
-from rollout.weight_sync import DeliveryError, Push
 from rollout.worker import RolloutWorker, vllm_engine
 from tests.pushes import expect
 

@@ -21,9 +21,7 @@ from learner.driver.local import (
 from learner.driver.record import RunCheckpoints
 from learner.trainer.service import TrainerService
 from rollout import ledger
-from rollout.fake_engine import FakeEngine
-from rollout.fake_groups import make_problem
-from rollout.fake_worker import FakeWorker
+from rollout.fakes import FakeEngine, FakeWorker, make_problem
 from rollout.types import Completion, Sampling
 
 PER_STEP = 3

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from tests.others.games import write
 from tests.rollout.env.hand import problem, said
 

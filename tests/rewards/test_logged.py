@@ -14,9 +14,8 @@ from rewards.call import Group, score, scores
 from rewards.config import RewardConfig
 from rewards.logged import LONGEST_TEXT, MOST, Progress
 from rewards.pool import RewardPool
-from rollout.fake_groups import make_group
-from rollout.schema import check
-from rollout.scored import with_scores
+from rollout.fakes import make_group
+from rollout.schema import check, with_scores
 
 FUNCTIONS = """
 def told(completions, trainer_state, log_metric, log_extra, **kwargs):

@@ -14,9 +14,9 @@ import numpy as np
 from examples.random_model import make_adapter
 from learner.model.policy import merged
 from rollout.engine import EngineSettings
-from rollout.safetensors_stream import pack
 from rollout.types import Adapter, Completion, Sampling, Weights
 from rollout.vllm.engine import VllmEngine
+from rollout.weights import pack
 
 PROMPT = list(range(40, 60))
 TOLERANCE = 1e-4  # nats; measured 1e-6

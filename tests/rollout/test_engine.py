@@ -185,7 +185,7 @@ class TestCpuLora:
     @pytest.fixture
     def as_upstream(self, wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         """Upstream's op in place, whatever an earlier test installed, and whatever this one installs undone."""
-        from rollout.vllm.cpu import lora as cpu_lora
+        from rollout.vllm import cpu as cpu_lora
 
         metadata = wrapper._update_prefill_metadata
         closure = metadata.__closure__
@@ -230,7 +230,7 @@ class TestCpuLora:
 
     @pytest.fixture
     def packs(self, wrapper: Any) -> None:
-        from rollout.vllm.cpu import lora as cpu_lora
+        from rollout.vllm import cpu as cpu_lora
 
         if not cpu_lora._bfloat16_is_fast():
             pytest.skip("this processor does not multiply in bfloat16")
@@ -243,7 +243,7 @@ class TestCpuLora:
         self, packs: None, rank: int, widths: tuple[int, ...], rows: int
     ) -> None:
         """Slices in one product with B and in one each; (8, 24): widths that the kernel takes together only."""
-        from rollout.vllm.cpu import lora as cpu_lora
+        from rollout.vllm import cpu as cpu_lora
 
         x, y, a, b = _lora_layer(rows, 96, widths, rank)
         assert cpu_lora._packs(x, a[0], widths)
@@ -261,7 +261,7 @@ class TestCpuLora:
         assert (y.float() - expected).abs().max() <= 2**-7 * expected.abs().max()
 
     def test_a_slot_that_is_written_is_packed_again(self, packs: None) -> None:
-        from rollout.vllm.cpu import lora as cpu_lora
+        from rollout.vllm import cpu as cpu_lora
 
         _, _, a, b = _lora_layer(4, 64, (32, 32), 8)
         with torch.inference_mode():  # in which vLLM writes slots, though it does not make them in it

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.engine import Engine, EngineAsleep, EngineClosed, NoAdapter
-from rollout.fake_engine import FakeEngine
+from rollout.fakes import FakeEngine
 from rollout.types import Adapter, AdapterCorrupt, Completion, EngineError, Sampling
 
 PROMPT = [3, 1, 4]

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.schema import SCHEMA, parts_of
 
 PARTS = [[("format", 0.5), ("answer", None)], [], [("format", 1.0)]]

@@ -12,10 +12,14 @@ from cluster.actor import Local
 from cluster.config import DeadlineConfig
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
-from rollout.policy_feed import PolicyFeed
-from rollout.supervised_worker import SupervisedWorker
+from rollout.delivery import (
+    Answer,
+    DeliveryError,
+    Push,
+    Receipt,
+)
+from rollout.producer import PolicyFeed, SupervisedWorker
 from rollout.types import Adapter, Held
-from rollout.weight_sync import Answer, DeliveryError, Push, Receipt
 from tests.pushes import pushed, said
 
 

@@ -14,13 +14,12 @@ from cluster.buffer import Buffer
 from cluster.config import DeadlineConfig
 from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
-from rollout.data.cursor import Cursor
-from rollout.fake_groups import make_group, make_problem
-from rollout.producer import Pipes, Producer
+from rollout.data.problems import Cursor
+from rollout.delivery import Answer, Push, Receipt
+from rollout.fakes import make_group, make_problem
+from rollout.producer import GivenUp, Pipes, Producer, until_started
 from rollout.schema import Problem, group_position
-from rollout.supervised_worker import GivenUp, until_started
 from rollout.types import Adapter, Sampling
-from rollout.weight_sync import Answer, Push, Receipt
 from tests.pushes import pushed, said
 
 DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.schema import Problem
 from rollout.types import Completion, Sampling
 from tests.rollout.test_producer import Story, Worker, consume, producing, push

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save
 
-from rollout.safetensors_stream import Source, pack, unpack, write
+from rollout.weights import (
+    Source,
+    pack,
+    unpack,
+    write,
+)
 
 names = st.text(min_size=1).filter(lambda name: name != "__metadata__")  # which is the format's own
 shapes = st.dictionaries(names, st.lists(st.integers(1, 5), max_size=3), max_size=5)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import ledger
-from rollout.fake_groups import make_columns, make_group
+from rollout.fakes import make_columns, make_group
 from rollout.schema import (
     SCHEMA,
     Problem,

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from rollout.fake_groups import make_group
-from rollout.schema import check, parts_of
-from rollout.scored import with_part
+from rollout.fakes import make_group
+from rollout.schema import check, parts_of, with_part
 
 
 def test_a_score_counts_as_a_function_s_would() -> None:

@@ -6,9 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.evidence import FEW, KEPT, Evidence, Stuck
+from rollout.delivery import (
+    FEW,
+    KEPT,
+    Answer,
+    DeliveryError,
+    Evidence,
+    Push,
+    Stuck,
+    check_digest,
+    difference,
+)
 from rollout.types import Adapter, Held
-from rollout.weight_sync import Answer, DeliveryError, Push, check_digest, difference
 from tests.pushes import pushed, said
 
 ADAPTER = Adapter.build(17, b"weights", {})

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from cluster.actor import ValueLost
-from rollout.safetensors_stream import Source, pack, unpack
 from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile
-from rollout.weights_file import WeightsFile, WeightsReader
+from rollout.weights import Source, WeightsFile, WeightsReader, pack, unpack
 
 
 def sources(value: float, size: int = 3) -> dict[str, Source]:

@@ -22,11 +22,10 @@ from learner.tools.reward_trial import group_of
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
-from rollout.fake_engine import FakeEngine
-from rollout.safetensors_stream import Source
+from rollout.fakes import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.types import Adapter, Completion, Sampling, Weights
-from rollout.weights_file import WeightsFile
+from rollout.weights import Source, WeightsFile
 from rollout.worker import RolloutWorker, WorkerSpec
 
 ADAPTER = Adapter.build(3, b"three", {})
@@ -215,7 +214,7 @@ async def test_a_failed_reward_function_is_said_once_and_gives_no_reward(
 async def test_only_so_many_different_failures_are_said(
     worker: RolloutWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.sentences.MOST", 2)
+    monkeypatch.setattr("rollout.scorer.MOST", 2)
     for gold in ("no number", None, [0.25]):  # each a TypeError of its own
         await table_of(worker, problem(gold))
     assert sum("TypeError" in record.getMessage() for record in caplog.records) == 2

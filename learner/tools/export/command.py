@@ -38,8 +38,7 @@ from learner.tools.export.source import (
 )
 from learner.tools.reported import reported
 from rollout.data import hub
-from rollout.data.chat_error import ChatError
-from rollout.data.model_files import read_json
+from rollout.data.hub import ChatError, read_json
 from rollout.data.weight_names import check_model
 
 # An exported folder on the hub, by huggingface_hub's own upload.

@@ -36,8 +36,7 @@ from learner.tools.export.source import (
     compare,
     made_up,
 )
-from rollout.data.hub import split
-from rollout.data.model_files import load_tokenizer
+from rollout.data.hub import load_tokenizer, split
 
 # The base's tokenizer, unchanged.
 #

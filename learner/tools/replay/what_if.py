@@ -30,7 +30,7 @@ from rewards.check import try_rewards
 from rewards.config import adapters_of, functions_of
 from rewards.pool import RewardPool
 from rollout import ledger
-from rollout.scored import with_part, with_scores
+from rollout.schema import with_part, with_scores
 
 if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer

@@ -8,7 +8,7 @@ import aiohttp
 
 from rewards.loader import load_own
 from rollout.env.protocol import Message, Start, Step, Turn
-from rollout.env.tools.tool_schema import ToolError
+from rollout.env.tools.functions import ToolError
 from rollout.schema import Problem
 
 MOST_BYTES = 16 * 2**20  # of an answer

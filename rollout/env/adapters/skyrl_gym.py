@@ -7,7 +7,7 @@ from typing import Any
 
 from rewards.loader import load_own
 from rollout.env.protocol import Start, Step, Turn
-from rollout.env.tools.tool_schema import ToolError
+from rollout.env.tools.functions import ToolError
 from rollout.schema import Problem
 
 

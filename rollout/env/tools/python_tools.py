@@ -10,9 +10,7 @@ import transformers.utils.chat_template_utils  # noqa: F401
 from rewards.loader import load_own
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Start, Step, Turn
-from rollout.env.tools.answering import Answering, CallLimits
-from rollout.env.tools.function_tool import FunctionTool
-from rollout.env.tools.tool_schema import ToolError
+from rollout.env.tools.functions import Answering, CallLimits, FunctionTool, ToolError
 from rollout.schema import Problem
 
 
@@ -24,7 +22,7 @@ class PythonTools:
     never free of consequences for the policy. An attempt at a call that could not be read is answered too. The
     trajectory is over with the first turn that calls nothing.
 
-    Metrics and warnings of a step: see rollout.env.tools.answering.Answering.
+    Metrics and warnings of a step: see rollout.env.tools.functions.Answering.
 
     functions: functions, or names of them as in `rewards[].use`: package.module:function, path/file.py:function.
     timeout_s: seconds for one call.

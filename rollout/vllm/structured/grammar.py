@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.architecture import text_of
-from rollout.data.hub import joined
-from rollout.data.model_files import CONFIG, load_tokenizer, read_json
+from rollout.data.hub import CONFIG, joined, load_tokenizer, read_json
 
 KEY = "rollout.structured_outputs"
 

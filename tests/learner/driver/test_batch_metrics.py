@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from learner.driver.metrics import batch_metrics, failing, unscored
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 

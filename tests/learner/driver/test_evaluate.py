@@ -9,7 +9,7 @@ import pytest
 
 from learner.driver.evaluate import accuracy_reward, evaluate
 from rewards.config import RewardConfig
-from rollout.fake_groups import make_group, make_problem
+from rollout.fakes import make_group, make_problem
 from rollout.schema import Problem
 from rollout.types import Sampling
 from tests.learner.loops import configure

@@ -23,8 +23,8 @@ from learner.driver.launch import Restarts
 from learner.driver.loop import GuardStopped
 from learner.driver.preflight import Prepared
 from learner.trainer.service import TrainerService
+from rollout.producer import GivenUp
 from rollout.service import RolloutService
-from rollout.supervised_worker import GivenUp
 from tests.learner.checkpoints import commit
 from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
 

@@ -13,8 +13,7 @@ from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver.local import VOCAB
 from learner.driver.loop import Batches
-from rollout.fake_engine import FakeEngine
-from rollout.fake_worker import FakeWorker
+from rollout.fakes import FakeEngine, FakeWorker
 from rollout.types import Completion, Sampling
 from tests.learner.loops import build, configure, finish
 

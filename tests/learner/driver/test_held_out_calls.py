@@ -13,9 +13,7 @@ from learner.config import RunConfig
 from learner.driver import evaluate as held_out_calls
 from learner.driver.evaluate import Calls, Evaluation, calls_of, evaluate, generate
 from learner.tools.evaluation import EvaluatedWorker
-from rollout.fake_engine import FakeEngine
-from rollout.fake_groups import make_problem
-from rollout.fake_worker import FakeWorker
+from rollout.fakes import FakeEngine, FakeWorker, make_problem
 from rollout.schema import Problem, groups_of
 from rollout.types import Sampling, Weights
 from tests.learner.loops import configure

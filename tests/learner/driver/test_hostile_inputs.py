@@ -12,7 +12,7 @@ import yaml
 
 from examples.random_model import make_tiny_model
 from learner.main import main
-from rollout.data import pace
+from rollout.data import sources
 
 Spoil = Callable[[Path], None]
 
@@ -26,7 +26,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that may be spoiled, and the rest of a run that is in order, in a working directory of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pace, "PROBE_S", 0.2)
+    monkeypatch.setattr(sources, "PROBE_S", 0.2)
     monkeypatch.setattr("learner.driver.input_checks.TEMPLATE_S", 3.0)
     folder = tmp_path / "tiny"
     folder.mkdir()

@@ -34,8 +34,7 @@ from rewards.config import functions_of
 from rewards.pool import Judging
 from rewards.service import RewardServer
 from rollout.scorer import RewardProcesses
-from rollout.seeds import group_seed
-from rollout.types import Sampling
+from rollout.types import Sampling, group_seed
 from tests.learner import naive
 from tests.learner.trainers import MAX_LENGTH, TEMPERATURE, advantages_by_hand, distance, gradient, naive_gradient
 

@@ -17,10 +17,10 @@ from learner.driver.evaluate import Evaluation
 from learner.driver.loop import MOST_UNSCORED
 from learner.driver.metrics import unscored
 from rollout import ledger
+from rollout.delivery import Answer, DeliveryError
 from rollout.schema import Problem, build_group
 from rollout.service import RolloutService
 from rollout.types import Sampling
-from rollout.weight_sync import Answer, DeliveryError
 from tests.learner.loops import (
     PER_STEP,
     PROBLEMS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from learner.driver.loop import LIFE, TOKENS, Probe
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.types import Completion
 
 

@@ -24,8 +24,7 @@ from learner.tools.eval_command import Asked, _meant
 from learner.tools.export.merge import write_tokenizer
 from learner.tools.report.page import Words
 from rollout.data.chat import Chat
-from rollout.data.chat_error import ChatError
-from rollout.data.model_files import read_json
+from rollout.data.hub import ChatError, read_json
 from rollout.data.weight_files import model_weights
 from rollout.vllm.arguments import engine_arguments
 from tests import hub_cache

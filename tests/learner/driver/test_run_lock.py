@@ -25,7 +25,7 @@ COPY = """
 import os, sys, time
 from pathlib import Path
 from cluster.run_lock import held
-from rollout.data.bounded import fails_within
+from rollout.data.chat import fails_within
 def hang():
     print(os.getpid(), flush=True)
     time.sleep(600)

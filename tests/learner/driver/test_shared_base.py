@@ -11,10 +11,9 @@ import pytest
 from cluster.actor import ActorDied, Local, Method, RemoteError
 from learner.driver.failure import LearnerError, WatchedLearner
 from learner.driver.local import VOCAB
-from rollout.fake_engine import FakeEngine
-from rollout.fake_worker import FakeWorker
-from rollout.shared_base.manifest import BaseNotShared, Manifest
-from rollout.weight_sync import Answer
+from rollout.base_manifest import BaseNotShared, Manifest
+from rollout.delivery import Answer
+from rollout.fakes import FakeEngine, FakeWorker
 from tests.learner.loops import Trainer, build, configure, first, lines
 
 STEPS = 6

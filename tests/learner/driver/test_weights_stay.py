@@ -13,9 +13,9 @@ import pytest
 from cluster.actor import Local, Unusable
 from learner.driver.local import local_run
 from learner.driver.roles import weights_stay
+from rollout.delivery import Receipt
 from rollout.service import RolloutService
 from rollout.types import SentPolicy, WeightsInFile
-from rollout.weight_sync import Receipt
 from tests.learner.loops import PER_STEP, Trainer, Worker, configure, consumed
 
 RANKS = {"cluster": {"learners": 2}}

@@ -19,7 +19,7 @@ from learner.algo.loss_config import LossConfig
 from learner.config.settings import OptimizerConfig
 from learner.model.logprob import begin_anew
 from learner.trainer import state
-from rollout.safetensors_stream import unpack
+from rollout.weights import unpack
 from tests.learner.rank_processes import Failed, rank_processes
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import make_trainer

@@ -17,7 +17,7 @@ from learner.driver.local import FakeTrainer
 from learner.ranks import ranks as module
 from learner.ranks.ranks import IN_A_ROW, PEER_LOST, Meeting, Ranks, Regroup, Return, all_of
 from learner.trainer.service import TrainerService
-from rollout.weight_sync import Answer
+from rollout.delivery import Answer
 
 GROUPS: list[Any] = ["a group"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from learner.tools.report.completions import unpacked
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny-arithmetic"
 PHASES = """{"at": 2.0, "wall": 2.0, "Ray": 1.5, "training": 0.5}

@@ -34,9 +34,7 @@ from learner.tools.evaluation import (
     summary,
     truncated_share,
 )
-from rollout.fake_engine import FakeEngine
-from rollout.fake_groups import make_group, make_problem
-from rollout.fake_worker import FakeWorker
+from rollout.fakes import FakeEngine, FakeWorker, make_group, make_problem
 from rollout.schema import Problem, groups_of
 from rollout.types import Sampling, Weights
 

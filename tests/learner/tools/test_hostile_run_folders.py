@@ -20,7 +20,7 @@ from learner.tools.cli import main
 from learner.tools.report import completions
 from learner.tools.report.run_folder import SHOWN, read_run
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from rollout.schema import SCHEMA
 from tests.learner.tools.reports import blocks, report_run
 

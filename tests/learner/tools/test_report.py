@@ -21,7 +21,7 @@ from learner.tools.report.page import Words, bytes_of
 from learner.tools.report.write import report
 from rollout import ledger
 from rollout.env.trajectory import Played
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from tests.learner.tools.reports import HOSTILE, MODEL, blocks, report_run
 
 REWARDS = "rewards: [{use: format, weight: 0.2, args: {tags: [answer]}, name: null, env: []}, {use: 'r.py:own'}]\n"

@@ -18,7 +18,7 @@ from learner.tools.report import write
 from learner.tools.report.completions import Step, read_step, unpacked
 from learner.tools.report.write import LiveServer, Watched
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 from tests.learner.tools.reports import HOSTILE, PHASES, blocks, report_run
 
 

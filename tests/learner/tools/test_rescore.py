@@ -6,7 +6,7 @@ import pytest
 
 from learner.tools.cli import main
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 
 REWARD = '''
 def by_length(prompts, completions, **columns):

@@ -10,7 +10,7 @@ import pytest
 from learner.driver.console import escaped
 from learner.tools.cli import main
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 
 HOSTILE = "\x1b]0;pwned\x07[red]bold[/red]\u202egnihtemos\x9b31m\rover"
 TURNS = [{"role": "assistant", "content": "low"}, {"role": "user", "content": "higher"}]

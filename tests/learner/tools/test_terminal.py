@@ -15,7 +15,7 @@ from textual.widgets import DataTable
 from learner.tools.cli import main
 from learner.tools.terminal import STEPS, Curves, RunApp
 from rollout import ledger
-from rollout.fake_groups import make_group
+from rollout.fakes import make_group
 
 HOSTILE = "[red]x[/] [@click=app.quit]y[/]\x1b]0;owned\x07\u202e\x00 \u05d0"
 SHOWN = r"[red]x[/] [@click=app.quit]y[/]\x1b]0;owned\x07\u202e\x00"

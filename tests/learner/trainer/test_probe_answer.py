@@ -14,7 +14,13 @@ from examples.random_families import make_family
 from learner.config.settings import LoraConfig
 from learner.model.export import update_of
 from learner.trainer.trainer import held_of
-from rollout.tensor_digests import COLUMNS, columns_of, digest_of_tensor, digests_of, read_of
+from rollout.weights import (
+    COLUMNS,
+    columns_of,
+    digest_of_tensor,
+    digests_of,
+    read_of,
+)
 from tests.learner.model.test_policy import make_policy
 from tests.learner.trainers import adapter_of, make_trainer
 

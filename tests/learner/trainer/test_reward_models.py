@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rollout.schema import ragged, rewards_of
-from rollout.scored import with_part
+from rollout.schema import ragged, rewards_of, with_part
 from tests.learner.model.test_roles import theirs
 from tests.learner.trainers import adapter_of, distance, gradient, make_trainer
 

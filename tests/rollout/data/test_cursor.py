@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.data.cursor import Cursor
+from rollout.data.problems import Cursor
 
 MOVES = st.lists(st.tuples(st.sampled_from(["issue", "issue", "again", "finish"]), st.integers(0, 9)), max_size=12)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.config import DataConfig, EvalConfig
-from rollout.data import pace
+from rollout.data import sources
 from rollout.data.chat import Messages, Prompt
 from rollout.data.problems import ProblemsError, load
 
@@ -58,7 +58,7 @@ def test_the_problems_that_take_too_long_are_named(
     slow: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     letters = Letters(slow)
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: letters.now))
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: letters.now))
     train, held = (jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(900)]) for name in ("train", "held"))
     with pytest.raises(ProblemsError, match=f"^{key}: tokenising .* took .*; lower {key}$"):
         load(config(train, path=held), letters, 99, 0, deadline_s=2)

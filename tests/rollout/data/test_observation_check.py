@@ -8,7 +8,12 @@ from tokenizers import normalizers
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.observation_check import Verdict, check, hidden_tools, keeps_past
+from rollout.data.observation import (
+    Verdict,
+    check,
+    hidden_tools,
+    keeps_past,
+)
 from tests.rollout.data.test_observation import CHATML_TOOLS, RETURNS, ROLES, chat_of
 
 TOOLS = [{"type": "function", "function": {"name": "lookUp", "parameters": {"type": "object", "properties": {}}}}]

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.data import files, pace, sources
+from rollout.data import files, sources, tables
 from rollout.data.sources import ProblemsError, read
-from rollout.data.tables import rows as tables
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": 2 * i} for i in range(20)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -364,7 +363,7 @@ def test_nothing_that_is_given_is_ignored(path: str, split: str, args: dict[str,
 def test_a_hundred_million_problems_are_refused_early(
     names: files.Names, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "PROBE_S", 0.2)
+    monkeypatch.setattr(sources, "PROBE_S", 0.2)
     with pytest.raises(
         ProblemsError, match=rf"^{key}: \d+ of 100000000 took \d+ s, .* take \d+ s of 60 .*; lower {key}$"
     ):
@@ -373,8 +372,8 @@ def test_a_hundred_million_problems_are_refused_early(
 
 def test_the_first_piece_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("rollout.data.pace.time.monotonic", lambda: now)
-    one = pace.Pace(10, 4.0)
+    monkeypatch.setattr("rollout.data.sources.time.monotonic", lambda: now)
+    one = sources.Pace(10, 4.0)
     now = 100.0
     assert one.late(1) == ""
     now = 102.9

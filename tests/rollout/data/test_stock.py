@@ -12,7 +12,7 @@ from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.config import RunConfig
 from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
-from rollout.data import stock
+from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.problems import ProblemsError, load
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import aiohttp
 
-from rollout.env.adapters.token_server import token_server
-from rollout.env.program import Model, OutOfBudget
+from rollout.env.adapters.verifiers import token_server
+from rollout.env.protocol import Model, OutOfBudget
 from rollout.schema import Problem
 
 OPENING, BETWEEN = [5, 6, 7], [8, 9]

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.env.config import EnvConfig
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from tests.rollout.env.hand import problem, said
 
 TEXT = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.loader import make
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
-from rollout.env.processes.wire import BadAnswer
+from rollout.env.loader import BadAnswer, make
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from rollout.env.adapters.openenv import OpenEnv
 from rollout.env.adapters.skyrl_gym import SkyRLGym
 from rollout.env.protocol import Step
-from rollout.env.tools.tool_schema import ToolError
+from rollout.env.tools.functions import ToolError
 from tests.rollout.env.hand import problem, said
 
 OTHERS = Path(__file__).with_name("others.py")

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.env.play import Limits, Player
-from rollout.env.program import Asked
-from rollout.env.protocol import Message, Start, Step, ToolSpec, Turn
+from rollout.env.protocol import Asked, Message, Start, Step, ToolSpec, Turn
 from rollout.env.trajectory import EnvironmentFault, Trajectory
 from rollout.schema import Problem
 from rollout.types import Completion

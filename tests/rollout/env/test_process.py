@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem

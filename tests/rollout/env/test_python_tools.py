@@ -13,8 +13,8 @@ import pytest
 
 from rewards.base import RewardLoadError
 from rollout.env.protocol import Step, ToolCall, Turn
+from rollout.env.tools.functions import ToolError
 from rollout.env.tools.python_tools import PythonTools
-from rollout.env.tools.tool_schema import ToolError
 from rollout.schema import Problem
 
 PROBLEM = Problem("p", ({"role": "user", "content": "2+3=?"},), {}, (), 0, 0)
@@ -243,7 +243,7 @@ async def test_tools_are_named_as_reward_functions_are(tmp_path: Path) -> None:
 
 def test_a_forked_process_has_all_that_tools_need_loaded() -> None:
     code = (
-        "import sys, rollout.env.processes.host, rollout.env.tools.python_tools as tools; before = set(sys.modules); "
+        "import sys, rollout.env.host, rollout.env.tools.python_tools as tools; before = set(sys.modules); "
         "tools.PythonTools(['rollout.env.tools.calculator:calculator']); print(*sorted(set(sys.modules) - before))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

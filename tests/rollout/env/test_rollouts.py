@@ -18,10 +18,9 @@ from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.engine import EngineSettings
 from rollout.env.config import EnvConfig
-from rollout.env.dialogue import ChatDialogue
-from rollout.env.play import Limits
+from rollout.env.play import ChatDialogue, Limits
 from rollout.env.rollouts import EnvSettings, TrajectoryFailed, UnequalStart
-from rollout.fake_engine import FakeEngine
+from rollout.fakes import FakeEngine
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling
 from rollout.worker import RolloutWorker, WorkerSpec

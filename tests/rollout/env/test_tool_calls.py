@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.env.protocol import ToolCall
-from rollout.env.tools.tool_calls import MAX_SENTENCES, parse_hermes
+from rollout.env.tools.parser import MAX_SENTENCES, parse_hermes
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 import pytest
 
 from rollout.env.protocol import ToolCall, ToolSpec
-from rollout.env.tools.tool_parser import ONE, OTHER, PROBE, Attempts, Written, choose, hermes, reads, written_by
+from rollout.env.tools.parser import (
+    ONE,
+    OTHER,
+    PROBE,
+    Attempts,
+    Written,
+    choose,
+    hermes,
+    reads,
+    written_by,
+)
 from tests.rollout.data.test_observation import CHATML_TOOLS, RETURNS, chat_of
 
 ONE_CALL = "{{ raise_exception('one') if messages[-1].tool_calls | length > 1 }}" + CHATML_TOOLS

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rollout.env.tools.function_tool import FunctionTool
-from rollout.env.tools.tool_schema import ToolError
+from rollout.env.tools.functions import FunctionTool, ToolError
 
 
 class Color(enum.Enum):

@@ -7,7 +7,7 @@ import pytest
 
 from rollout.env.adapters.trl import TrlEnvironment
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.tool_schema import ToolError
+from rollout.env.tools.functions import ToolError
 from tests.rollout.env.hand import problem, said
 
 CLASSES = Path(__file__).with_name("trl_classes.py")

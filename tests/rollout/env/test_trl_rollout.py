@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollout.env.adapters.trl_rollout import TrlRolloutFunc
-from rollout.env.processes.wire import BadAnswer
-from rollout.env.program import OutOfBudget, Sampled
+from rollout.env.loader import BadAnswer
+from rollout.env.protocol import OutOfBudget, Sampled
 from rollout.schema import Problem
 from tests.rollout.env.test_rollouts import CHAT, MODEL, PROBLEM
 

@@ -15,9 +15,8 @@ import pytest
 
 from rollout.env.adapters.verifiers import CHILD, Verifiers, VerifiersFailed
 from rollout.env.config import EnvConfig
-from rollout.env.processes.forks import Forks, spec_of
-from rollout.env.processes.process import EnvironmentProcess
-from rollout.env.program import Asked, Sampled
+from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.protocol import Asked, Sampled
 from rollout.env.trajectory import EnvironmentFault
 from tests.rollout.env.hand import problem
 from tests.rollout.env.test_rollouts import MODEL

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from rollout.env.processes.wire import BadAnswer, encoded, parts, start_to_json, step_to_json
+from rollout.env.loader import (
+    BadAnswer,
+    encoded,
+    parts,
+    start_to_json,
+    step_to_json,
+)
 from rollout.env.protocol import Start, Step
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rollout.shared_base import cuda_ipc
-from rollout.shared_base.manifest import BaseNotShared
+from rollout import shared_base
+from rollout.base_manifest import BaseNotShared
 
 
 def test_torch_takes_the_arguments_that_are_handed_on() -> None:
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    assert names[cuda_ipc._DEVICE] == "storage_device"
+    assert names[shared_base._DEVICE] == "storage_device"
     assert len(names) == 15  # a change of them is to be read
     assert hasattr(torch.UntypedStorage, "_share_cuda_")
     assert hasattr(torch.cuda, "ipc_collect")
@@ -24,4 +24,4 @@ def test_torch_takes_the_arguments_that_are_handed_on() -> None:
 def test_expandable_segments_are_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(setting, "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(BaseNotShared, match=f"without expandable segments, got {setting}="):
-        cuda_ipc.handles_of({})
+        shared_base.handles_of({})

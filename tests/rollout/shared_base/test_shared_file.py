@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.shared_base.manifest import BaseNotShared
-from rollout.shared_base.shared_file import SharedFile, map_pieces
+from rollout.base_manifest import BaseNotShared
+from rollout.shared_base import SharedFile, map_file
 from tests.shared_bases import manifest_of, mappings
 
 WRITE = """
 import torch
-from rollout.shared_base.shared_file import SharedFile, map_pieces
+from rollout.shared_base import SharedFile, map_pieces
 from tests.shared_bases import manifest_of
 own = torch.arange(5.0)
 file = SharedFile([own])
@@ -42,7 +42,7 @@ def test_what_is_mapped_outlives_its_owner_and_is_gone_with_the_last_tensor() ->
     file = SharedFile(own.values())
     tensors = {name: file.place(tensor).copy_(tensor) for name, tensor in own.items()}
     manifest = manifest_of(file, tensors)
-    mapped = map_pieces(manifest)
+    mapped = map_file(manifest)
     assert mappings() == others + 2
     del file, tensors
     assert mappings() == others + 1
@@ -50,7 +50,7 @@ def test_what_is_mapped_outlives_its_owner_and_is_gone_with_the_last_tensor() ->
     del mapped
     assert mappings() == others
     with pytest.raises(BaseNotShared, match=r"the generator's base cannot be mapped \(/proc/\d+/fd/\d+: .*own"):
-        map_pieces(manifest)
+        map_file(manifest)
 
 
 def test_another_file_in_its_place_is_not_taken(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_another_file_in_its_place_is_not_taken(tmp_path: Path) -> None:
         assert handle != manifest.pieces["a"].handle
         wrong = replace(manifest, pieces={"a": replace(manifest.pieces["a"], handle=handle)})
         with pytest.raises(BaseNotShared, match=f"{os.getpid()}.*it is {tmp_path}/other now"):
-            map_pieces(wrong)
+            map_file(wrong)

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from examples.random_families import TINY, make_family
-from rollout.vllm.arguments import engine_arguments
-from rollout.vllm.startup import keeps_states, lora_arguments
+from rollout.vllm.arguments import engine_arguments, keeps_states, lora_arguments
 from tests.model_rows import ROWS
 from tests.rollout.engine_case import settings
 

@@ -7,7 +7,7 @@ import torch
 from vllm.ir.ops import fused_add_rms_norm, rms_norm
 from vllm.platforms import current_platform
 
-from rollout.vllm.cpu.norm import PROVIDER, install_cpu_norm
+from rollout.vllm.cpu import PROVIDER, install_cpu_norm
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on cards vLLM takes its kernel by itself")
 

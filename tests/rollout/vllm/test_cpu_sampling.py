@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from rollout.vllm.cpu.sampling import draw, install_cpu_sampling
+from rollout.vllm.cpu import draw, install_cpu_sampling
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="cards sample by vLLM's own kernels")
 LARGEST = 1 - 2**-53  # that torch.rand gives in float64

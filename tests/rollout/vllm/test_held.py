@@ -10,8 +10,13 @@ import torch
 from safetensors.torch import load, save
 
 from examples.random_model import make_adapter, make_tiny_model
-from rollout.tensor_digests import COLUMNS, digest_of_tensor, digests_of, read_of
 from rollout.types import Adapter, Held, Weights
+from rollout.weights import (
+    COLUMNS,
+    digest_of_tensor,
+    digests_of,
+    read_of,
+)
 from tests.rollout.engine_case import EngineCase, run
 
 
@@ -107,7 +112,7 @@ def test_whole_weights_are_read_from_what_the_kernels_use(
     case = EngineCase(models[0], dtype=dtype, max_lora_rank=0)
 
     def weights_of(version: int) -> Weights:
-        from rollout.safetensors_stream import Source, pack
+        from rollout.weights import Source, pack
 
         tensors = load((models[version % 2] / "model.safetensors").read_bytes())
         sources = {name: Source.of(tensor) for name, tensor in tensors.items()}
@@ -121,7 +126,7 @@ def test_whole_weights_are_read_from_what_the_kernels_use(
         # What reload_weights alone does on a CPU where the output embedding is tied: the repacked copy stays the old.
         stays = tied and has_copy_of_head(case)
         assert stays or not tied or dtype == "bfloat16"
-        monkeypatch.setattr("rollout.vllm.load_policy._EMBEDDINGS", ())
+        monkeypatch.setattr("rollout.vllm.policies._EMBEDDINGS", ())
         run(case.engine.load_weights(weights_of(3)))
         found, expected = run(case.engine.held()).tensors.items(), of_weights(weights_of(3)).items()
         assert {name for name, _ in found ^ expected} == ({"lm_head.weight"} if stays else set())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from examples.random_model import make_tiny_model
+from rollout.delivery import TOLERANCE, difference
 from rollout.types import Sampling
-from rollout.weight_sync import TOLERANCE, difference
 from tests.rollout import engine_case
 from tests.rollout.engine_case import PROMPT, EngineCase, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.types import EngineError
-from rollout.vllm.room import PATIENCE_S, wait_for_room
+from rollout.vllm.engine import PATIENCE_S, wait_for_room
 
 MIB = 2**20
 

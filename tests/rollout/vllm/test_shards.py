@@ -16,7 +16,7 @@ from examples.random_model import make_tiny_model
 from rollout.engine import EngineDied
 from rollout.types import Held, Sampling
 from rollout.vllm.shards import agreed
-from rollout.weights_file import WeightsFile, WeightsReader
+from rollout.weights import WeightsFile, WeightsReader
 from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
 from tests.rollout.vllm.test_held import of_adapter, of_weights
 from tests.rollout.vllm.test_weights import logprobs, weights_of

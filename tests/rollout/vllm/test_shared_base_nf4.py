@@ -18,10 +18,15 @@ from transformers import AutoModelForCausalLM
 from learner.model.export import update_of
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import answer_of
-from rollout.shared_base.manifest import BaseNotShared, Manifest, Quantised, View
+from rollout.base_manifest import (
+    BaseNotShared,
+    Manifest,
+    Quantised,
+    View,
+)
 from rollout.types import Adapter
 from rollout.vllm.engine import VllmEngine
-from rollout.vllm.quant_states import quantised_of
+from rollout.vllm.shared_base import quantised_of
 from tests.learner.model.test_mapped_base import CPU, learned, policy_of, same
 from tests.rollout.engine_case import run, settings
 from tests.rollout.vllm.test_shared_base import model_of

@@ -17,7 +17,7 @@ def test_a_known_model_is_not_inspected_by_another_process(tmp_path: Path, monke
     from vllm import ModelRegistry
     from vllm.model_executor.models import registry
 
-    from rollout.vllm.startup import know_model
+    from rollout.vllm.arguments import know_model
 
     def fail(*_: object) -> None:
         raise AssertionError("a process was started")

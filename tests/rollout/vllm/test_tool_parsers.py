@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.env.protocol import ToolCall, ToolSpec
-from rollout.env.tools.tool_parser import ToolParserError, choose
+from rollout.env.tools.parser import ToolParserError, choose
 from tests.rollout.data.test_observation import CHATML_TOOLS, chat_of
 
 pytest.importorskip("vllm")

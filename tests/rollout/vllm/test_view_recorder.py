@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.shared_base.manifest import View
-from rollout.shared_base.shared_file import SharedFile
-from rollout.vllm.view_recorder import ViewRecorder
+from rollout.base_manifest import View
+from rollout.shared_base import SharedFile
+from rollout.vllm.shared_base import ViewRecorder
 
 Tensors = dict[str, Tensor]
 

@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 
 from examples.random_model import make_adapter, make_tiny_model
 from rollout.engine import AdapterRefused, NoAdapter
-from rollout.safetensors_stream import Source
 from rollout.types import AdapterCorrupt, Completion, Sampling, Weights
-from rollout.vllm.commands import Load
-from rollout.vllm.engine import VllmEngine
-from rollout.weights_file import WeightsFile, WeightsReader
+from rollout.vllm.engine import Load, VllmEngine
+from rollout.weights import Source, WeightsFile, WeightsReader
 from tests.rollout.engine_case import TOLERANCE, EngineCase, run, settings
 
 WEIGHTS = "model.safetensors"

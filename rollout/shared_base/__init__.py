@@ -1,1 +1,0 @@
-"""One base model in two processes (memory.base: shared): the generator owns its bytes, the learner maps them."""

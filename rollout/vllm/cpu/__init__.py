@@ -1,1 +1,0 @@
-"""What is done otherwise than by vLLM where its build for CPUs computes."""

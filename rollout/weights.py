@@ -1,0 +1,404 @@
+"""Memory as a tensor of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cluster import machine
+from cluster.actor import ValueLost
+from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile, digest_of_weights
+
+
+def as_bytes(memory: bytes | memoryview | mmap.mmap) -> Tensor:
+    """[bytes] uint8, on the memory itself. It may be memory that cannot be written, of which torch would warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# Weights as safetensors bytes, one tensor at a time: what travels from the learner to a generator, and whole models in
+# files.
+#
+# safetensors' own save and load hold everything two or three times over. Whole weights are gigabytes, so here each
+# tensor is written where it will lie among the bytes, and a reader finds it there. Format: 8 bytes of length, little
+# endian; a JSON object of that length, name -> dtype, shape and place in what follows; the tensors, without gaps.
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class Source(NamedTuple):
+    """A tensor that is written into one of its shape when its turn comes."""
+
+    shape: Sequence[int]
+    write: Callable[[Tensor], object]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Source:
+        """A source for a tensor that exists already."""
+        return cls(tensor.shape, lambda place: place.copy_(tensor))
+
+
+def _fresh_bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+@torch.no_grad()
+def pack(sources: Mapping[str, Source], dtype: torch.dtype, room: Callable[[int], Tensor] = _fresh_bytes) -> memoryview:
+    """Every tensor, in `dtype`. room: bytes -> where they are written, uint8."""
+    header, places = _laid_out(sources, dtype)
+    begin = len(header)
+    payload = room(begin + max((end for _, end in places.values()), default=0))
+    view = payload.numpy().data
+    view[:begin] = header
+    for name, source in sources.items():
+        start, end = places[name]
+        source.write(payload[begin + start : begin + end].view(dtype).view(source.shape))
+    return view
+
+
+@torch.no_grad()
+def write(file: Path, sources: Mapping[str, Source], dtype: torch.dtype) -> None:
+    """The same as a file, of which no more than one tensor is in memory. transformers loads it."""
+    header, _ = _laid_out(sources, dtype, {"__metadata__": {"format": "pt"}})
+    with file.open("wb") as out:
+        out.write(header)
+        for source in sources.values():
+            place = torch.empty(source.shape, dtype=dtype)
+            source.write(place)
+            out.write(place.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _laid_out(
+    sources: Mapping[str, Source], dtype: torch.dtype, beside: Mapping[str, Any] | None = None
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """What comes before the tensors, and where each begins and ends behind it."""
+    entries: dict[str, Any] = dict(beside or {})
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, source in sources.items():
+        start, end = end, end + dtype.itemsize * torch.Size(source.shape).numel()
+        places[name] = start, end
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(source.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return struct.pack("<Q", len(text)) + text, places
+
+
+def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """Name -> dtype, shape and data_offsets, and where the tensors begin.
+
+    Raises struct.error, ValueError or AttributeError for bytes that are no safetensors.
+    """
+    (length,) = struct.unpack_from("<Q", payload)
+    header: dict[str, Any] = json.loads(bytes(payload[8 : 8 + length]))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
+
+
+def unpack(payload: bytes | memoryview) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor, each on the payload's own memory: to be read and never written to, since others read it, too,
+    and it may be mapped for reading alone. A copy would cost a second for each gigabyte, nearly all for fresh pages."""
+    header, begin = header_of(payload)
+    whole = as_bytes(payload)
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        yield name, whole[begin + start : begin + end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+
+
+# Whole weights on their way within one machine: a file in the learner's memory, which generators map.
+#
+# In Ray's object store they would be a further copy, in shared memory, of which a container has 64 MiB unless it is
+# given more. The file takes none of that (memfd_create). It has two places, and each policy takes that of the policy
+# before the last: its pages are there, where fresh ones would cost more than the copy, and in a process on a card they
+# stay registered with CUDA, which copies from them several times as fast.
+#
+# The place of v is written again for v + 2, when every generator that the driver waits for has v, and v + 1 is
+# published. One that is being brought back is not waited for and may still read v: it looks at the version before it
+# loads and afterwards, and there is none while the learner writes (a sequence lock).
+
+log = logging.getLogger("rollout")
+
+_BEFORE = 64  # bytes before the weights: the version, and room so that tensors are aligned
+_WRITING = -1
+
+
+class WeightsFile:
+    """The learner's end. places: policies that there is room for, 1 or 2."""
+
+    def __init__(self, places: int = 2) -> None:
+        self._places = places
+        self._descriptor, self._capacity = -1, 0
+        self._offset = 0  # of the newest policy's place
+        self._mapping: _Mapping | None = None
+
+    def pack(self, version: int, sources: Mapping[str, Source], dtype: torch.dtype) -> WeightsInFile:
+        """Writes the weights in the place of those before the last, as rollout.weights.pack does."""
+        payload = pack(sources, dtype, self._room)
+        return self._written(version, digest_of_weights(payload), len(payload))
+
+    def copy(self, weights: Weights) -> WeightsInFile:
+        """Writes weights that came another way, in the same place."""
+        size = len(weights.payload)
+        self._room(size).numpy().data[:] = weights.payload
+        return self._written(weights.version, weights.digest, size)
+
+    def _written(self, version: int, digest: str, size: int) -> WeightsInFile:
+        mapping = self._mapped()
+        mapping.stamp(self._offset, version)
+        if not mapping.kept:
+            self._mapping = None
+        path, inode = _path_of(self._descriptor), os.fstat(self._descriptor).st_ino
+        return WeightsInFile(version, digest, machine.name(), path, inode, self._offset, size)
+
+    def _room(self, size: int) -> Tensor:
+        """[size] uint8, of no version from now on."""
+        if size > self._capacity:  # another file: at the first policy, since a run's do not grow
+            self.close()
+            self._descriptor, self._capacity = os.memfd_create("gleaner-weights"), -(-size // _BEFORE) * _BEFORE
+            os.ftruncate(self._descriptor, self._places * (_BEFORE + self._capacity))
+        elif self._places == 2:
+            self._offset = _BEFORE + self._capacity - self._offset
+        mapping = self._mapped()
+        mapping.stamp(self._offset, _WRITING)
+        return mapping.room(self._offset, size)
+
+    def _mapped(self) -> _Mapping:
+        if self._mapping is None:
+            self._mapping = _Mapping(self._descriptor, writes=True)
+        return self._mapping
+
+    def close(self) -> None:
+        """Lets go of the memory, once no reader has it mapped any more."""
+        if self._mapping is not None:
+            self._mapping.end()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._mapping, self._descriptor, self._capacity, self._offset = None, -1, 0, 0
+
+
+class WeightsReader:
+    """The end of a generator, and of each of its processes if it has several."""
+
+    def __init__(self) -> None:
+        self._mapping: _Mapping | None = None
+        self._descriptor, self._inode = -1, 0  # of what is mapped
+
+    async def load(self, place: WeightsInFile, load: Callable[[Weights], Awaitable[str]]) -> str | None:
+        """What `load` says of the weights; their place is one of this process, where they stay if the learner ends.
+
+        None if they are not, or were not until the end, those that are meant, since the learner has written newer ones
+        in their place: what was loaded is worth nothing then.
+
+        Raises ValueLost if the learner's process has ended, EngineError if its memory cannot be mapped, else as `load`.
+        """
+        mapping = await asyncio.to_thread(self._mapped, place)
+        with self._using(mapping):
+            if mapping.version(place.offset) != place.version:
+                return None
+            own = place._replace(path=_path_of(self._descriptor))
+            try:
+                digest = await load(Weights(place.version, place.digest, mapping.payload(place), own))
+            except AdapterCorrupt:
+                if mapping.version(place.offset) == place.version:
+                    raise
+                return None
+            return digest if mapping.version(place.offset) == place.version else None
+
+    @contextmanager
+    def payload(self, place: WeightsInFile) -> Iterator[memoryview]:
+        """The weights, for a process of a generator that sees to their version itself. Raises as load."""
+        mapping = self._mapped(place)
+        with self._using(mapping):
+            yield mapping.payload(place)
+
+    @contextmanager
+    def _using(self, mapping: _Mapping) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if not mapping.kept:
+                self._let_go()
+
+    def _mapped(self, place: WeightsInFile) -> _Mapping:
+        if self._mapping is None or self._inode != place.inode:
+            self._let_go()
+            self._descriptor = _opened(place)
+            self._mapping, self._inode = _Mapping(self._descriptor, writes=False), place.inode
+        return self._mapping
+
+    def _let_go(self) -> None:
+        if self._mapping is not None:
+            self._mapping.end()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._mapping, self._descriptor = None, -1
+
+
+def _path_of(descriptor: int) -> str:
+    """At which other processes of this user find the file."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _opened(place: WeightsInFile) -> int:
+    """A descriptor."""
+    if place.machine != machine.name():
+        raise EngineError(
+            f"weights v{place.version}: the learner's memory cannot be mapped from here: generators and learner of one "
+            "node must run in one container"
+        )
+    try:
+        descriptor = os.open(place.path, os.O_RDWR if _on_card() else os.O_RDONLY)
+    except FileNotFoundError:
+        descriptor = -1
+    except OSError as error:
+        raise EngineError(
+            f"weights v{place.version}: the learner's memory cannot be mapped ({place.path}: {error}); generators and "
+            "learner of one node must run as one user"
+        ) from error
+    if descriptor >= 0 and os.fstat(descriptor).st_ino == place.inode:
+        return descriptor
+    if descriptor >= 0:
+        os.close(descriptor)
+    raise ValueLost(f"weights v{place.version}: they are gone with the learner's process, which had them")
+
+
+def _on_card() -> bool:
+    """Whether this process computes on one."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+class _Mapping:
+    """The file in the memory of this process, until the last tensor on it is gone.
+
+    kept: whether it is to stay mapped between two policies. On a card it is, registered with CUDA; on a CPU what is
+    mapped is of the memory that a role may take.
+    """
+
+    def __init__(self, descriptor: int, *, writes: bool) -> None:
+        self.kept = _on_card()
+        # What CUDA registers must be writable; on a CPU a write to what others read ends a reader's process.
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writes or self.kept else 0)
+        self._bytes = as_bytes(mmap.mmap(descriptor, 0, prot=protection))
+        self._registered = self.kept and self._register()
+
+    def _register(self) -> bool:
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        # In a thread of its own: a refusal stays with the thread, and would fail the next kernel that it launches.
+        with ThreadPoolExecutor(1) as thread:
+            error = int(thread.submit(cuda.cudaHostRegister, self._bytes.data_ptr(), self._bytes.nbytes, 0).result())
+        if error:
+            log.warning("CUDA did not register %d bytes (error %d): pushes are slower", self._bytes.nbytes, error)
+        return not error
+
+    def version(self, offset: int) -> int:
+        """Of the policy in the place that begins there; _WRITING while there is none."""
+        return int(self._bytes[offset : offset + 8].view(torch.int64)[0])
+
+    def stamp(self, offset: int, version: int) -> None:
+        """Sets it."""
+        self._bytes[offset : offset + 8].view(torch.int64)[0] = version
+
+    def room(self, offset: int, size: int) -> Tensor:
+        """[size] uint8, for the weights of the place that begins there."""
+        return self._bytes[offset + _BEFORE : offset + _BEFORE + size]
+
+    def payload(self, place: WeightsInFile) -> memoryview:
+        """The weights."""
+        return self.room(place.offset, place.size).numpy().data
+
+    def end(self) -> None:
+        """What is registered must be given back before it is unmapped."""
+        if self._registered:
+            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cuda.cudaHostUnregister(self._bytes.data_ptr())
+
+
+# A policy as name -> digest of each tensor, which the learner and an engine can both compute and then compare.
+#
+# Names and shapes are those of the payload (PEFT's for an adapter, the checkpoint's for weights). Values are those that
+# an engine computes with: in its type, and with alpha / r multiplied into an adapter's B, as vLLM does on loading. So
+# an engine cannot make the digests from the bytes that arrived; it has to read the tensors in use.
+
+COLUMNS = 64  # of a matrix that are read back; see columns_of
+_SMALL = 1 << 20  # bytes; below that a thread costs more than it saves
+
+
+def digest_of_tensor(tensor: Tensor) -> str:
+    """sha256 hex of type, shape and values (bit for bit, so that -0.0 is not 0.0)."""
+    values = tensor.detach().to("cpu").contiguous()
+    found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+    found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Name -> digest. Large tensors are hashed in threads, with no more of them held than there are threads."""
+    threads = min(8, os.cpu_count() or 1)
+    found: dict[str, str] = {}
+    pending: deque[tuple[str, Future[str]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for name, tensor in tensors:
+            if tensor.nbytes < _SMALL:
+                found[name] = digest_of_tensor(tensor)
+                continue
+            # Copied here: on a card another thread's stream would not wait for the kernel that makes the tensor.
+            pending.append((name, pool.submit(digest_of_tensor, tensor.detach().to("cpu"))))
+            if len(pending) >= threads:
+                first, digest = pending.popleft()
+                found[first] = digest.result()
+        found |= {name: digest.result() for name, digest in pending}
+    return found
+
+
+def read_of(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
+    """The part of a whole model's weight that is read back, in `dtype`: of a matrix the columns that columns_of names,
+    in memory of their own."""
+    if weight.dim() != 2:
+        return weight.to(dtype)
+    return columns_read(weight, columns_of(version, weight.shape[1]), dtype)
+
+
+def columns_read(weight: Tensor, columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, len(columns)] of a matrix, in `dtype` or its own."""
+    # An engine may read by sums that begin with zero (see columns_of), which are never -0.0; adding zero does the same.
+    return weight[:, columns.to(weight.device)].to(dtype or weight.dtype) + 0.0
+
+
+@lru_cache(maxsize=16)  # a model has few widths and many matrices
+def columns_of(version: int, width: int) -> Tensor:
+    """[min(width, COLUMNS)] int64, ascending: columns of a matrix, other ones for each version.
+
+    Whole weights are gigabytes, and a CPU's kernels keep them in a repacked copy, which can be read only by multiplying
+    with unit vectors. That is exact, and for COLUMNS of them it costs as much as a prompt of that many tokens. A few
+    columns are enough: the digest proves that all bytes arrived, and a matrix that a load left as it was differs in
+    every column.
+    """
+    chosen = np.random.default_rng(version).choice(width, min(width, COLUMNS), replace=False)
+    return torch.from_numpy(np.sort(chosen))
+
+
+# The layers that LoRA may adapt: the learner puts adapters on them, a generator gives them LoRA kernels.
+
+
+def linear_layers(lm: Any) -> set[str]:
+    """Names of all linear layers of a causal language model of transformers but its output embedding."""
+    head = lm.get_output_embeddings()
+    return {name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head}
