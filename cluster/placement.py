@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.nvml import visible_cards
+from cluster.machine import visible_cards
 
 
 class PlacementError(ValueError):

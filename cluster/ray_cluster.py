@@ -4,28 +4,238 @@ Ray reads its authentication mode from the environment once, as it is imported; 
 a function that runs after `connect` has set that environment.
 """
 
+import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from cluster import machine
-from cluster.actor import S
-from cluster.exit_reason import ExitReasons
-from cluster.placement import PlacementError, Role, waiting
+from cluster.actor import DeadlineExceeded, S, within
+from cluster.placement import PlacementError, Role, check, pack, waiting
 from cluster.prestart import setup
-from cluster.ray_actor import Host, Remote
-from cluster.ray_metrics import metrics_address
-from cluster.ray_private import check_doors, close_doors, job_config, short_start, system_config
-from cluster.ray_reservation import Node, Reservation
-from cluster.ray_temp_dir import RuntimeFolder
-from cluster.ray_watch import RayProcesses
+from cluster.ray_actor import ExitReasons, Host, Remote, in_one_line
+from cluster.ray_private import (
+    RayProcesses,
+    RuntimeFolder,
+    check_doors,
+    close_doors,
+    job_config,
+    short_start,
+    system_config,
+)
+
+# Numbers that Ray's agent of this node shows to Prometheus, and where it does.
+
+
+def metrics_address() -> str:
+    """host:port at which the agent of this process's node answers to GET /metrics. Raises PlacementError where this
+    process is not in a Ray cluster, or in one that shows no metrics."""
+    import ray
+
+    if not ray.is_initialized():
+        raise PlacementError("trackers: prometheus shows metrics by way of Ray, and this process has joined no cluster")
+    own = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == own)
+    if node["MetricsExportPort"] <= 0:
+        raise PlacementError(
+            f"trackers: prometheus needs Ray's metrics, and the cluster's node {node['NodeManagerAddress']} was "
+            "started with enable_metrics_collection false; start Ray without that setting, or leave prometheus out"
+        )
+    return f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+
+
+class RayMetrics:
+    """Gauges and counters of this process by name; Ray puts `ray_` before a name, and `_total` behind a counter's.
+
+    A gauge that was not set for two of Ray's reports (20 s) is shown no more, so one that is to stay is set again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def set(self, name: str, labels: Mapping[str, str], value: float, description: str) -> None:
+        """Of a gauge. labels: a name has always the same keys."""
+        from ray.util.metrics import Gauge
+
+        if name not in self._known:
+            self._known[name] = Gauge(name, description, tuple(labels))
+        self._known[name].set(value, dict(labels))
+
+    def add(self, name: str, labels: Mapping[str, str], value: float, description: str) -> None:
+        """To a counter; nothing where the value is 0."""
+        from ray.util.metrics import Counter
+
+        if name not in self._known:
+            self._known[name] = Counter(name, description, tuple(labels))
+        if value > 0:
+            self._known[name].inc(value, dict(labels))
+
+
+# Room for the processes of a run on the nodes of a cluster, reserved through Ray's placement groups.
+
+PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
+NODE_ID = "ray.io/node-id"  # the label by which Ray knows a node
+
+
+class Node(NamedTuple):
+    """A node of the cluster. name: the one Ray gives it, by default its address, and that of its machine."""
+
+    id: str
+    name: str
+
+
+class Reservation:
+    """One group of bundles for the roles that are packed, which Ray puts on as few nodes as possible, and one for those
+    that it spreads over as many as possible.
+
+    Args:
+        nodes: those that live, as Ray describes them.
+
+    Raises PlacementError if they cannot hold the roles, or the one that a role must be on is none of them.
+    """
+
+    def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, Any]]) -> None:
+        self._placement = pack(roles)
+        node_of, bundles = self._placement.node_of, self._placement.bundles
+        left = {node["NodeID"]: dict(node["Resources"]) for node in nodes}
+        self._labels = {}
+        for bundle, name in node_of.items():
+            node = _named(name, nodes)["NodeID"]
+            _take(bundles[bundle], left[node], name)
+            self._labels[bundle] = {NODE_ID: node}
+        check([bundle for at, bundle in enumerate(bundles) if at not in node_of], [*left.values()])
+        self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and Ray's group of them
+
+    async def until_ready(self, deadline_s: float, note: Callable[[str], None]) -> None:
+        """Raises DeadlineExceeded if no room becomes free in time. `note` receives a line about what is waited for."""
+        from ray.util.placement_group import placement_group
+
+        bundles: list[dict[str, float]] = []
+        try:
+            async with within(deadline_s):
+                for strategy, indices in self._placement.groups():
+                    bundles = [self._placement.bundles[index] for index in indices]
+                    labels = [self._labels.get(index, {}) for index in indices]
+                    group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
+                    self._groups.append((indices, group))
+                    free = asyncio.ensure_future(group.ready())
+                    await asyncio.wait({free}, timeout=min(PATIENCE_S, deadline_s / 2))
+                    if not free.done():
+                        note(f"waiting up to {deadline_s:g} s for room on the cluster: {_missing(bundles)}")
+                    await free
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"placement: no room after {deadline_s:g} s: {_missing(bundles)}. Stop other jobs or ask for less"
+            ) from None
+
+    def strategy(self, role: Role) -> Any:
+        """Where to start the process of this role, in Ray's terms."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self._placement.bundle_of[role.name]
+        indices, group = next(found for found in self._groups if bundle in found[0])
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=indices.index(bundle))
+
+    def nodes(self) -> dict[str, Node]:
+        """The node of each role, by its name."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        known = {
+            node["NodeID"]: Node(node["NodeID"], f"{node['NodeName']} ({node['NodeManagerHostname']})")
+            for node in ray.nodes()
+        }
+        node_of: dict[int, Node] = {}
+        for indices, group in self._groups:
+            on = placement_group_table(group)["bundles_to_node_id"]
+            node_of |= {index: known[on[at]] for at, index in enumerate(indices)}
+        return {name: node_of[bundle] for name, bundle in self._placement.bundle_of.items()}
+
+    def remove(self) -> None:
+        """Gives the room back."""
+        from ray.util.placement_group import remove_placement_group
+
+        for _, group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
+
+
+def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The node of that name or address, or of the machine of that name."""
+    called = [(node["NodeName"], node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in nodes]
+    found = [node for node, names in zip(nodes, called, strict=True) if name in names]
+    if len(found) == 1:
+        return found[0]
+    rule = "must be of one node" if found else "must be a node of the cluster"
+    raise PlacementError(
+        f"placement: the name of a node {rule}, got {name}; the nodes are {', '.join(' '.join(n) for n in called)} "
+        "(name, address, machine): give one of these"
+    )
+
+
+def _take(bundle: Mapping[str, float], left: dict[str, float], name: str) -> None:
+    """Takes what the bundle asks for from what is left of the node."""
+    for kind, count in bundle.items():
+        if left.get(kind, 0.0) < count:
+            raise PlacementError(
+                f"placement: node {name} has too little for what must be on it: {count:g} {kind} more, and "
+                f"{left.get(kind, 0.0):g} left; lower cluster.rewards, or give another node"
+            )
+        left[kind] -= count
+
+
+def _missing(bundles: Sequence[Mapping[str, float]]) -> str:
+    import ray
+
+    need = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
+    have = ray.available_resources()
+    return ", ".join(f"{need[kind]:g} {kind} asked for, {have.get(kind, 0.0):g} free" for kind in need if need[kind])
+
+
+# A function that is run once on each of some nodes of the cluster, in a process of its own there.
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class NodeFailed(str):
+    """Why a node gave no answer, on one line."""
+
+
+async def on_each(
+    nodes: Iterable[Node], work: Callable[[A], T], argument: A, deadline_s: float
+) -> dict[Node, T | NodeFailed]:
+    """What `work(argument)` returns on each node; all nodes work at the same time. It takes no core of those that are
+    reserved."""
+    wanted = sorted(set(nodes))
+    answers = await asyncio.gather(*(_on(node, work, argument, deadline_s) for node in wanted))
+    return dict(zip(wanted, answers, strict=True))
+
+
+async def _on(node: Node, work: Callable[[A], T], argument: A, deadline_s: float) -> T | NodeFailed:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task: Any = ray.remote(work)
+    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    ref = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(argument)
+    try:
+        async with within(deadline_s):
+            found: T = await ref
+    except TimeoutError:
+        ray.cancel(ref, force=True)
+        return NodeFailed(f"no answer within {deadline_s:g} s")
+    except ray.exceptions.RayError as error:
+        return NodeFailed(in_one_line(getattr(error, "cause", None) or error))
+    return found
+
 
 CALLS = 2**16  # of a process at once; behind Ray's own limit, 1000, its pulse would wait for groups to end
 GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes

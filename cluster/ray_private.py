@@ -4,18 +4,80 @@ and small: no autoscaler, no API server.
 Ray reads all but the last from the environment, once, as it is imported here and in each process that it starts.
 """
 
+import asyncio
+import atexit
 import logging
 import os
+import re
 import secrets
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from cluster.actor import ClusterLost
+from cluster.files import abandoned, locked
 from cluster.own_path import entries
+from cluster.placement import PlacementError
 from cluster.prestart.worker import leave_to_the_driver
+
+# The folder of a private Ray cluster: closed to other users, and removed after a driver that was killed before it
+# could.
+
+_USUAL, _PREFIX = Path("/tmp"), "gl-"
+LONGEST = 21  # bytes of its path: that of a socket ends at 107, and gl-... and what Ray makes in it have 86
+
+
+def root() -> Path:
+    """Where temporary folders are made here: TMPDIR, or /tmp where that is not set, too long or not to be written.
+    Raises PlacementError: neither can be."""
+    given = Path(os.environ.get("TMPDIR") or _USUAL)
+    wrong = {}
+    for folder in dict.fromkeys((given, _USUAL)):
+        if len(os.fsencode(folder)) > LONGEST:
+            wrong[folder] = f"has more than {LONGEST} bytes"
+            continue
+        try:
+            tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder).cleanup()
+        except OSError as error:
+            wrong[folder] = error.strerror or str(error)
+        else:
+            return folder
+    told = ", ".join(f"{folder}: {why}" for folder, why in wrong.items())
+    raise PlacementError(
+        f"TMPDIR: must be a folder that can be written, of a path of at most {LONGEST} bytes, since sockets lie in it "
+        f"({told}); set it to such a folder"
+    )
+
+
+class RuntimeFolder:
+    """<root>/gl-<pid>-<random>, for its owner only, and in it the folder that Ray is given.
+
+    Ray opens whatever it is given to everybody, sockets included; the folder above keeps them out.
+    """
+
+    def __init__(self, place: Path | None = None) -> None:
+        """Makes it in `place`, or the usual one; folders of processes that are gone are swept away first. Raises
+        PlacementError."""
+        place = root() if place is None else place
+        for folder in abandoned(place, _PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
+        self._lock = locked(self.path)  # held until this process ends, however it ends
+        self.ray = self.path / "r"
+        self.ray.mkdir()
+
+    def remove(self) -> None:
+        """Removes it with all that Ray and the roles left there."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
 
 REGISTER_S, LOOK_S = 20.0, 0.02  # for which a node's entry is waited for, and between two looks
 
@@ -153,3 +215,80 @@ def check_doors(ray: Any) -> None:
             "imported before this run; start it in a fresh process, or import gleaner first",
             address,
         )
+
+
+# Watches Ray's own processes of a private cluster, which are children of this process.
+#
+# Ray itself reports their loss late (that of the GCS after 60 s, and then it ends this process), or as something else
+# (an actor that died, or an actor's owner).
+
+T = TypeVar("T")
+
+EVERY_S = 1.0
+NEEDED = ("gcs_server", "raylet")  # the others only serve the dashboard and the logs
+NEXT_STEP = "start the same command again: it goes on from the last checkpoint"
+
+
+class RayProcesses:
+    """Ray's processes on this node. node: Ray's own record of what it has started here."""
+
+    def __init__(self, node: Any, logs: Path) -> None:
+        self._node, self._logs = node, logs
+
+    def lost(self) -> str | None:
+        """A sentence about the first needed process that has ended, or None if all run."""
+        for kind, process in self._node.dead_processes():
+            if kind in NEEDED:
+                code = process.returncode
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return (
+                    f"Ray's {kind} (pid {process.pid} on {os.uname().nodename}) has ended ({how}{self._agent(kind)}), "
+                    f"and no process of the run can go on without it; {NEXT_STEP}"
+                )
+        return None
+
+    def _agent(self, kind: str) -> str:
+        """Names the agent that ended before the raylet, which ends itself as soon as one of its agents has."""
+        log = self._logs / "raylet.out"
+        found = kind == "raylet" and log.exists() and re.findall(r"agent_name = (\w+)", log.read_text(errors="replace"))
+        return f", as its {found[-1]} had" if found else ""
+
+    async def watch(self) -> NoReturn:
+        """Looks once a second; ends only by raising ClusterLost."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if text := self.lost():
+                raise ClusterLost(text)
+
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns or raises what the work does. If a process of Ray ends first: cancels the work, raises
+        ClusterLost."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return await (working if working.done() else watching)
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    def end(self, pids: Iterable[int | None]) -> None:
+        """Ends what is left of a cluster that has lost a part: first the actors' processes, given by `pids`.
+
+        Ray's own shutdown would ask the lost part for a minute, and again as this interpreter exits; it is taken out.
+        """
+        import ray
+
+        atexit.unregister(ray._private.worker.shutdown)
+        for pid in pids:
+            if pid is not None and _is_of_ray(pid):
+                os.kill(pid, signal.SIGKILL)
+        end_at_once(self._node)
+
+
+def _is_of_ray(pid: int) -> bool:
+    """False if the process ended, and another one has its number by now."""
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False

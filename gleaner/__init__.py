@@ -37,7 +37,7 @@ if _theirs is not None:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from cluster.installed import version_of
+        from cluster.machine import version_of
 
         return version_of("gleaner-rl") or "not installed"
     if name not in _learner.HOMES:

@@ -135,10 +135,10 @@ def _train(config: "RunConfig") -> int:
     if first.wrong:
         first.finish()
     with prestarted(config) as early:
-        from cluster import run_lock  # a second, in which the others import, too
+        from cluster import files  # a second, in which the others import, too
         from learner.driver import launch, preflight
 
-        with run_lock.held(first.config.run_dir):
+        with files.lock_held(first.config.run_dir):
             return asyncio.run(launch.run(preflight.prepare_rest(first), early.commands))
 
 

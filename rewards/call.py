@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
-from cluster.deadline import within
+from cluster.actor import within
 from rewards import environment, memory, signatures
 from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
 from rewards.described import LONGEST, described

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cluster.actor import within
 from cluster.confinement import command
-from cluster.deadline import within
 from cluster.files import abandoned, locked, wipe
 
 log = logging.getLogger("rewards")

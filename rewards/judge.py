@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.deadline import within
+from cluster.actor import within
 from rewards.base import RewardError
 from rewards.call import Group, Status, Verdict, failed
 from rewards.config import RewardConfig

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from cluster.deadline import within
-from cluster.process_tree import MARK, orphans, sweep
+from cluster.actor import within
+from cluster.machine import MARK, orphans, sweep
 from rewards import code_process, worker
 from rewards.call import Verdict, failed
 from rewards.loader import BUILT_INS

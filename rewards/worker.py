@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from cluster.confinement import limit
-from cluster.process_tree import MARK
+from cluster.machine import MARK
 from rewards import call, deadline, environment, memory, output
 from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load

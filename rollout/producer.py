@@ -3,7 +3,7 @@
     lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
 
 Lanes pull: a worker that is fast, or joined late, takes what there is. A group is made by one worker at a time. What
-the run waits for when a worker is slow or lost, and no longer than what: cluster.admission.
+the run waits for when a worker is slow or lost, and no longer than what: cluster.buffer.
 
 A worker that waits for its first policy (rollout.producer) has no lanes yet and holds no slot. But slots are
 released when every producer has acknowledged the newest policy: while one loads, the others go on with the slots that
@@ -28,10 +28,8 @@ from typing import Protocol, TypeVar
 import pyarrow as pa
 
 from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
-from cluster.buffer import Buffer
+from cluster.buffer import Buffer, GroupSlot, PolicySlot
 from cluster.config import DeadlineConfig
-from cluster.group_slot import GroupSlot
-from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from cluster.memory.kv_cache import cache_bytes
+from cluster.memory.generator import cache_bytes
 from cluster.memory.plan import Misfit
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES

@@ -1,7 +1,7 @@
 """PPO's four roles on one card, as docs/memory.md says it."""
 
 from benchmarks.learner.four_roles import BEGIN, DOCUMENT, END, report, rows
-from cluster.memory.units import GB, total
+from cluster.memory.shape import GB, total
 
 
 def test_the_document_has_the_table_as_it_is_made_and_only_one_base_fits() -> None:

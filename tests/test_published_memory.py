@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.learner.published_memory import BEGIN, DOCUMENT, END, by_generations, grpo_cells, report, rows
-from cluster.memory.units import GB
+from cluster.memory.shape import GB
 
 
 def test_every_row_of_the_same_thing_is_within_a_tenth() -> None:

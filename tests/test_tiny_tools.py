@@ -12,7 +12,7 @@ import reasoning_gym
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cluster.yaml_tree import read_yaml
+from cluster.reading import read_yaml
 from examples.tiny_tools import GUESSING, QUESTION, TOOLS, Conversation, Rows, call, game, product
 from rollout.data.chat import Chat
 from rollout.env.protocol import ToolCall

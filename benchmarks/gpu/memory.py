@@ -12,12 +12,11 @@ from benchmarks.gpu.model import group, make_trainer, steps, utilisation
 from benchmarks.gpu.rows import Found, Row
 from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
 from cluster.memory import learner as learner_memory
-from cluster.memory import units
-from cluster.memory.learning import Learning, Micro
+from cluster.memory import shape as units
+from cluster.memory.learner import Learning, Micro
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
-from cluster.memory.shape import SHAPES, Shape
-from cluster.memory.units import GB
+from cluster.memory.shape import GB, SHAPES, Shape
 from learner.config.settings import LearnerConfig
 
 GROUPS = 4  # per step, a micro-batch each, as in the published table

@@ -28,8 +28,7 @@ from benchmarks.gpu.command_line import options_of, passed_on
 from benchmarks.gpu.rows import Found, Missing, Row, run_all, run_here
 from benchmarks.gpu.smoke_engine import Place
 from benchmarks.gpu.smoke_kernels import compare
-from cluster.memory.shape import SHAPES
-from cluster.memory.units import GB
+from cluster.memory.shape import GB, SHAPES
 from rollout.vllm.arguments import check_can_continue
 from rollout.vllm.environment import required_env
 

@@ -10,13 +10,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.memory.generator import Serving, generator_bytes
-from cluster.memory.kv_cache import cache_bytes
-from cluster.memory.learner import learner_bytes
-from cluster.memory.learning import Learning, Micro
+from cluster.memory.generator import Serving, cache_bytes, generator_bytes
+from cluster.memory.learner import Learning, Micro, learner_bytes
 from cluster.memory.plan import USABLE
-from cluster.memory.shape import SHAPES
-from cluster.memory.units import GB, Parts, total
+from cluster.memory.shape import GB, SHAPES, Parts, total
 from learner.driver import memory
 
 ROOT = Path(__file__).parents[2]

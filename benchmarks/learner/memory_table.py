@@ -19,10 +19,8 @@ import torch
 
 from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
 from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
-from cluster.memory.learner import FRAGMENTATION, learner_bytes
-from cluster.memory.learning import Learning, Micro
-from cluster.memory.shape import SHAPES, Shape
-from cluster.memory.units import CONTEXT, GB, total
+from cluster.memory.learner import FRAGMENTATION, Learning, Micro, learner_bytes
+from cluster.memory.shape import CONTEXT, GB, SHAPES, Shape, total
 from learner.config.settings import LearnerConfig
 
 METHODS: dict[str, Learning] = {

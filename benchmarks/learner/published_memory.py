@@ -15,14 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cluster.memory.between_steps import learner_static
-from cluster.memory.generator import Serving, generator_bytes
-from cluster.memory.kv_cache import kv_token_bytes
-from cluster.memory.learner import FRAGMENTATION, learner_bytes, step_bytes
-from cluster.memory.learning import Learning, Micro
+from cluster.memory.generator import Serving, generator_bytes, kv_token_bytes
+from cluster.memory.learner import FRAGMENTATION, Learning, Micro, learner_bytes, learner_static, step_bytes
 from cluster.memory.plan import Workload
-from cluster.memory.shape import SHAPES, Shape
-from cluster.memory.units import GB, Parts, total
+from cluster.memory.shape import GB, SHAPES, Parts, Shape, total
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]

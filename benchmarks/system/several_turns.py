@@ -21,7 +21,7 @@ import pyarrow as pa
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
 from benchmarks.system.system_run import command
 from benchmarks.system.workloads import ROOT, Tree
-from cluster.yaml_tree import read_yaml
+from cluster.reading import read_yaml
 from rollout import ledger
 
 WORKLOADS = ("tools", "no_tool", "guessing")

@@ -70,7 +70,7 @@ def ragged(folder: Path, options: argparse.Namespace) -> Tree:
 
 def demo(steps: int, every: int) -> Tree:
     """configs/local_cpu.yaml, evaluated every `every` steps and saved at the end only."""
-    from cluster.yaml_tree import read_yaml
+    from cluster.reading import read_yaml
 
     tree = read_yaml(ROOT / "configs" / "local_cpu.yaml")
     tree["model"]["path"] = str(ROOT / tree["model"]["path"])

@@ -4,11 +4,11 @@ The figures are measured, or those of vLLM's documentation and source, else esti
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
-from cluster.memory.shape import LINEAR, Shape
-from cluster.memory.units import DTYPE_BYTES, Parts, base_bytes
-from cluster.memory.weight_push import GENERATOR_COPIES, SHARDS_COPIES
+from cluster.memory.learner import GENERATOR_COPIES, SHARDS_COPIES
+from cluster.memory.shape import DTYPE_BYTES, LINEAR, Parts, Shape, base_bytes
 
 # On a card, measured on an H200 with vLLM 0.32, in bfloat16, as what nvidia-smi says of the process less what its
 # tensors take (benchmarks/results/gpu_h200.md): CUDA context and kernels, 0.81 GB (1B, 8B); graphs, 17.3 and 17.8 MB a
@@ -49,7 +49,7 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
       as much again for the packed copies (rollout.vllm.cpu), of rank 16 at least, to which these are padded.
     workspace: activations of one engine step of up to 4096 tokens, b (2 f + 4 h) each, of a shard f / shards; and 16 V
       per sequence for float32 logits and what sampling makes of them (estimate).
-    graphs: CUDA graphs, none on a CPU. push: on a CPU, weights that arrive (cluster.memory.weight_push); on CUDA they
+    graphs: CUDA graphs, none on a CPU. push: on a CPU, weights that arrive (cluster.memory.learner); on CUDA they
       do one layer at a time, while no step is run. fragmentation: of the allocator on a card. context: one process.
     nf4: bitsandbytes multiplies a matrix out for a product with many tokens (backends/cuda/ops.py: always beyond 1536,
       on some cards from 5 on), and vLLM's plugin copies that product to its place: workspace has the largest matrix in
@@ -95,3 +95,40 @@ def asleep(parts: Parts) -> Parts:
     cache is dropped (vllm docs, features/sleep_mode), and the allocator gives back what it keeps. For a 0.5B on an H200
     that is 1.65 GB, measured 1.53."""
     return {name: parts[name] for name in ("workspace", "graphs", "context")}
+
+
+# The KV cache as vLLM cuts it: in blocks of tokens, one of which it keeps for itself. Pure.
+
+ELEMENT_BYTES = DTYPE_BYTES | {"fp8": 1}
+BLOCK, BLOCK_CPU = 16, 32  # tokens: vLLM's own on CUDA, what rollout.vllm.convert asks for on a CPU
+
+
+def cache_bytes(shape: Shape, dtype: str, tokens: int, count: int, *, cuda: bool) -> int:
+    """Bytes that hold `count` sequences of that many tokens at once, at least 1 MiB."""
+    blocks, size = _blocks(shape, dtype, tokens, cuda)
+    return max((count * blocks + 1) * size, 2**20)
+
+
+def cached_sequences(shape: Shape, dtype: str, tokens: int, kv_bytes: int, *, cuda: bool) -> int:
+    """How many sequences of that many tokens the bytes hold at once; 0: not one, and vLLM would not start."""
+    blocks, size = _blocks(shape, dtype, tokens, cuda)
+    return max(kv_bytes // size - 1, 0) // blocks
+
+
+def _blocks(shape: Shape, dtype: str, tokens: int, cuda: bool) -> tuple[int, int]:
+    """(blocks of one sequence, bytes of a block). Layers with a window and others have blocks of their own, each of as
+    many layers: vLLM fills up what is left over (v1/core/kv_cache_utils.py). A window may begin amid a block, and keeps
+    what is scheduled: two engine steps, on a CPU as many tokens as there are."""
+    block = BLOCK if cuda else BLOCK_CPU
+    windowed, window = shape.windowed
+    whole = shape.layers - windowed
+    counts = [count for count in (whole, windowed) if count]
+    layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    kept = ceil((min(window + 2 * PREFILL_TOKENS, tokens) if cuda else tokens) / block) + 1
+    blocks = ceil(whole / layers) * ceil(tokens / block) + ceil(windowed / layers) * kept
+    return blocks, block * layers * kv_token_bytes(shape, dtype) // shape.layers
+
+
+def kv_token_bytes(shape: Shape, dtype: str) -> int:
+    """Keys and values of one token, of all layers."""
+    return 2 * shape.layers * shape.widths["kv"] * ELEMENT_BYTES[dtype]

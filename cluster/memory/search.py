@@ -16,13 +16,10 @@ from dataclasses import replace
 from typing import Literal
 
 from cluster.memory import learner as learner_memory
-from cluster.memory.generator import Serving, generator_bytes
-from cluster.memory.kv_cache import cache_bytes, cached_sequences
-from cluster.memory.learning import Learning, Micro
+from cluster.memory.generator import Serving, cache_bytes, cached_sequences, generator_bytes
+from cluster.memory.learner import Learning, Micro, pushed_bytes
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
-from cluster.memory.shape import SHAPES, Shape
-from cluster.memory.units import DTYPE_BYTES, Checkpointing
-from cluster.memory.weight_push import pushed_bytes
+from cluster.memory.shape import DTYPE_BYTES, SHAPES, Checkpointing, Shape
 
 LARGE, BUSY = 8192, 2048  # tokens of a micro-batch: more gains nothing, fewer leave a GPU idle
 COMFORT = 64  # sequences decoded at once; beyond it throughput grows slowly

@@ -7,11 +7,36 @@ compares them with the classes of transformers.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cluster.memory.windows import windowed_layers
 from cluster.reading import read_mapping
+
+# Which layers of a model attend to a window of the last tokens alone, by its config.json. Pure.
+
+GEMMA_3_PATTERN = 6  # each sixth layer attends to all
+
+
+def windowed_layers(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int, int]:
+    """(layers, tokens of their window), (0, 0) where there are none. Where the file does not name each layer's type,
+    as transformers derives it from the kind of model."""
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+        return 0, 0
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        count = types.count("sliding_attention")
+    elif kind == "gemma2":
+        count = ceil(layers / 2)
+    elif kind == "gemma3_text":
+        count = layers - layers // int(config.get("sliding_window_pattern") or GEMMA_3_PATTERN)
+    elif kind == "mistral":
+        count = layers
+    else:
+        count = max(0, layers - int(config.get("max_window_layers") or 0)) if config.get("use_sliding_window") else 0
+    return (count, window) if count else (0, 0)
+
 
 # Kind of layer by `model_type`: (RMS norms of width `hidden` per layer, norms of width `head_dim` per layer).
 NORMS = {
@@ -243,3 +268,37 @@ Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30 4096
 Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -  512
 Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -  512
 """)
+
+
+# Units of the memory model, and the parts that learner and generator have in common.
+
+GB = 10**9
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuBLAS workspace (8 to 32 MiB) included
+
+Parts = dict[str, int]  # bytes by part
+Checkpointing = Literal["none", "mlp", "full"] | int
+LoraRank = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256]
+OptimizerKind = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
+# Of the device, per weight: two moments. Scales of 8-bit blocks are another 1 %; paged states may lie in host memory.
+STATE_BYTES: dict[OptimizerKind, int] = {"adamw": 8, "adamw_rounded": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
+
+
+def base_bytes(shape: Shape, base: str, b: int, *, nested: bool = True) -> int:
+    """The frozen base; embeddings and head are not quantised.
+
+    nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, and a scale per 64 of them. `nested`, as the
+    learner holds it: the scale has 8 bits, with a float32 scale per 256 of those, and bitsandbytes keeps two code
+    tables of 272 floats per matrix. Otherwise, as vLLM holds it (it un-nests the scales as it loads): the scale is a
+    float32, 0.5625 bytes a weight in all, with one code table of 16 floats per matrix.
+    """
+    if base == "none":
+        return b * shape.params
+    linear, matrices = shape.linear_params, len(LINEAR) * shape.layers
+    scales = linear // 64 + 4 * linear // (64 * 256) + 4 * 272 * matrices if nested else linear // 16 + 64 * matrices
+    return b * (shape.params - linear) + linear // 2 + scales
+
+
+def total(*parts: Parts) -> int:
+    """Sum over parts and roles."""
+    return sum(sum(part.values()) for part in parts)

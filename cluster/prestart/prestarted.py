@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from cluster.ray_temp_dir import RuntimeFolder
+from cluster.ray_private import RuntimeFolder
 
 HERE = Path(__file__).parent
 

@@ -12,8 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.reading import json_value, lines, opened
-from cluster.yaml_tree import dump
+from cluster.reading import dump, json_value, lines, opened
 from learner.api.process import InputError, RunProcess, TrainError
 from learner.api.settings import Inputs, is_bool
 from learner.driver import process as called_from

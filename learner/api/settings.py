@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import writing
-from cluster.yaml_tree import ConfigError, check_plain, read_yaml
+from cluster.reading import ConfigError, check_plain, read_yaml
 from learner.api.process import InputError
 from learner.config import RunConfig, load
 from learner.config.load import place_of

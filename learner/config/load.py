@@ -13,7 +13,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ValidationError
 
-from cluster.yaml_tree import ConfigError, dump, parse_value, read_yaml
+from cluster.reading import (
+    ConfigError,
+    dump,
+    parse_value,
+    read_yaml,
+)
 from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from cluster.config import ClusterConfig, Frozen, Positive
-from cluster.memory.units import LoraRank, OptimizerKind
+from cluster.memory.shape import LoraRank, OptimizerKind
 from cluster.trackers import known_tracker
 from learner.algo.loss_config import LossConfig
 from rewards.config import RewardConfig

@@ -3,7 +3,7 @@
 A SIGKILL in a plain save loop leaves an unreadable newest file almost every time, and one flipped bit loads without a
 word from torch and from safetensors. Hence: a checkpoint becomes visible by one rename, after everything in it is on
 the disk, and its manifest (written last) says what every file must be. There is no pointer to the newest one: the
-listing is the truth. One writer per folder (cluster.run_lock).
+listing is the truth. One writer per folder (cluster.files).
 """
 
 import asyncio

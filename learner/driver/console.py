@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.files import writing
-from cluster.metrics_file import number
 from cluster.reading import BLOCK, MIB, Unreadable, json_value, read_bytes
-from cluster.telemetry import Timeline, seconds, union
+from cluster.telemetry import Timeline, number, seconds, union
 from learner.driver.checkpoint import learned_in
 from learner.driver.evaluate import Evaluation
 from learner.driver.metrics import function_means

@@ -6,8 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec, TypeGuard, TypeVar
 
-from cluster.actor import Actor, ActorDied, ClusterLost, DeadlineExceeded, Method, P, RemoteError, StartFailed, T
-from cluster.deadline import within
+from cluster.actor import (
+    Actor,
+    ActorDied,
+    ClusterLost,
+    DeadlineExceeded,
+    Method,
+    P,
+    RemoteError,
+    StartFailed,
+    T,
+    within,
+)
 from cluster.files import FULL, WriteFailed, lacks
 from cluster.telemetry import FolderGone
 from learner.trainer.service import TrainerService

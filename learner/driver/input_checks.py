@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster import confinement, own_path
-from cluster.deadline import LOOK_S, Awake
+from cluster.actor import LOOK_S, Awake
 from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.config.settings import LoraConfig

@@ -13,10 +13,9 @@ from functools import partial
 from typing import Self
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, ValueLost
-from cluster.buffer import Buffer
+from cluster.buffer import Buffer, PolicySlot
 from cluster.config import DeadlineConfig
 from cluster.files import writing
-from cluster.policy_slot import PolicySlot
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline

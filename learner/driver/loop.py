@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cluster.actor import Actor, ClusterLost
+from cluster.actor import Actor, ClusterLost, within
 from cluster.buffer import MAX_REFILLS, Batch, Buffer
-from cluster.deadline import within
 from cluster.files import WriteFailed
 from cluster.telemetry import Timeline
 from learner.algo.advantage import has_signal

@@ -1,24 +1,61 @@
 """What this machine, its cards and its driver must have for a run: one line each, before anything starts."""
 
+import os
 import re
+import socket
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from cluster import machine, nvml
+from cluster import machine
 from cluster.memory import cards as kinds
-from cluster.memory.host import host_bytes
-from cluster.memory.plan import gib
-from cluster.memory.units import total
-from cluster.placement import local_node, place
+from cluster.memory.plan import gib, host_bytes
+from cluster.memory.shape import total
+from cluster.placement import PlacementError, local_node, place
 from cluster.ray_cluster import joins, store_bytes
-from cluster.startable import check_startable
+from cluster.ray_private import root
 from learner.config import RunConfig, roles
 from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_bytes, wish_of
 from rewards.config import classifier_of
 from rollout.architecture import text_of
 from rollout.data.hub import read_json
 from rollout.data.weight_files import WeightsError, model_weights
+
+# Whether Ray's processes start on this machine, as far as its environment and network decide: where they do not, Ray
+# waits for a minute or for ever, and says that it is overloaded.
+
+ERRORS = "error"  # of PYTHONWARNINGS, which may be cut short
+CONNECT_S = 5.0  # to this machine itself
+
+
+def check_startable(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises PlacementError."""
+    for warnings in environ.get("PYTHONWARNINGS", "").split(","):
+        action, *fields = (field.strip() for field in warnings.split(":"))
+        if action and ERRORS.startswith(action) and not any(fields[2:3]):  # of all modules
+            raise PlacementError(
+                f"PYTHONWARNINGS: must make no error of warnings, since Ray's processes warn as they start and would "
+                f"end, got {environ['PYTHONWARNINGS']!r}; unset it, or name a module of yours in it"
+            )
+    if (level := environ.get("PYTHONOPTIMIZE", "")).isdecimal() and int(level) > 1:
+        raise PlacementError(
+            f"PYTHONOPTIMIZE: must be at most 1, since Ray's processes need their docstrings, got {level}; unset it"
+        )
+    root()
+    _check_loopback()
+
+
+def _check_loopback() -> None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise PlacementError(
+            f"cluster.address: local needs the loopback interface, by which the processes of a run talk, and 127.0.0.1 "
+            f"does not answer ({error.strerror or error}); switch it on (ip link set lo up)"
+        ) from None
+
 
 # Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}
@@ -48,14 +85,14 @@ def _check_cards(config: RunConfig) -> None:
     count = cards_wanted(config)
     if count == 0:
         return
-    driver = nvml.driver_version()
+    driver = machine.card_driver_version()
     if driver is None:
         raise MachineError(
             f"cluster.gpus: the run needs {count} GPU, and no NVIDIA driver answers; install one "
             f"({'in Windows, for WSL2' if machine.is_wsl() else 'and see that nvidia-smi works'}), or set "
             "cluster.gpus.generator=0, cluster.gpus.learner=0 and cluster.rewards.gpus=0"
         )
-    visible, there = nvml.visible_cards(), len(nvml.visible_cards({}))
+    visible, there = machine.visible_cards(), len(machine.visible_cards({}))
     if len(visible) < count <= there:
         raise MachineError(
             f"CUDA_VISIBLE_DEVICES: shows {len(visible)} of {there} cards, and the run needs {count} GPU; name more, "

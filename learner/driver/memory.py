@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import writing
-from cluster.machine import main_memory
-from cluster.memory import cards, units
+from cluster.machine import main_memory, visible_cards
+from cluster.memory import cards
 from cluster.memory import learner as learner_memory
+from cluster.memory import shape as units
 from cluster.memory.cards import CardKind
 from cluster.memory.generator import asleep
+from cluster.memory.learner import pushed_bytes
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
 from cluster.memory.search import plan
 from cluster.memory.shape import LINEAR, Shape
-from cluster.memory.weight_push import pushed_bytes
-from cluster.nvml import visible_cards
 from cluster.placement import pack
 from cluster.ray_cluster import joins
 from learner.config import RunConfig, generator_roles, roles

@@ -10,18 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cluster import run_lock
-from cluster.files import lacks
+from cluster import files as run_lock
+from cluster.files import RunFolderInUse, lacks
 from cluster.machine import free_disk
-from cluster.memory.between_steps import undo_bytes
+from cluster.memory.learner import undo_bytes
 from cluster.memory.plan import gib
-from cluster.memory.shape import Shape
-from cluster.memory.units import DTYPE_BYTES
+from cluster.memory.shape import DTYPE_BYTES, Shape
 from cluster.placement import PlacementError
 from cluster.ray_cluster import in_job
 from cluster.reading import Unreadable, no_regular_file
-from cluster.run_lock import RunFolderInUse
-from cluster.trackers.tracker import ID, known_id
+from cluster.trackers import ID, known_id
 from learner.config import RunConfig, roles
 from learner.config.load import absolute, to_yaml
 from learner.config.settings import rate_factor
@@ -155,7 +153,7 @@ PROBLEMS = (
 )  # fmt: skip
 # What a run writes in its folder.
 FILES = (
-    run_lock.NAME, process.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", console.PHASES_FILE, POLICIES,
+    run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", console.PHASES_FILE, POLICIES,
     "timeline.json", ID, REWARD_OUTPUT,
 )  # fmt: skip
 FOLDERS = ("rollouts", record.MISMATCH_FOLDER, "checkpoints", ADAPTER, MODEL)

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import cluster
-from cluster import machine, run_lock
+from cluster import files as run_lock
+from cluster import machine
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, StartFailed
 from cluster.config import DeadlineConfig
 from cluster.files import digest_of
-from cluster.installed import version_of
+from cluster.machine import version_of
 from cluster.memory.plan import gib
 from cluster.placement import Role
 from cluster.ray_actor import Remote
-from cluster.ray_cluster import Session, connect, joins, wanted_store
-from cluster.ray_reservation import Node
-from cluster.ray_tasks import NodeFailed, on_each
+from cluster.ray_cluster import Node, NodeFailed, Session, connect, joins, on_each, wanted_store
 from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
 from learner.driver.failure import PreflightError, WatchedLearner, lost_as_it_starts
 from learner.driver.identity import NOT_CACHED, REVISION, content_of
@@ -438,7 +437,7 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float, po
     wanted = Wanted(
         {name: path for need in kinds for name, path in need.models.items()},
         {name: path for need in kinds for name, path in need.files.items()},
-        config.run_dir / run_lock.NAME,
+        config.run_dir / run_lock.LOCK_FILE,
     )
     own = await asyncio.to_thread(look, wanted)
     answers = await on_each(node_of.values(), look, wanted, deadline_s)

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.main import get_command
 
-from cluster.installed import version_of
+from cluster.machine import version_of
 from learner.driver import process
 from learner.main import leave
 from learner.tools.arguments import Commands, epilog, sentence

@@ -18,7 +18,7 @@ from huggingface_hub import constants, get_token
 from rich.console import Console
 from rich.markup import escape
 
-from cluster import confinement, machine, nvml
+from cluster import confinement, machine
 from cluster.memory import cards as kinds
 from cluster.memory.plan import gib
 from cluster.ray_cluster import GROUPS_BYTES
@@ -50,8 +50,8 @@ class Facts:
     nvcc: str | None
     torch_cuda: str | None
     driver: str | None
-    cards: tuple[nvml.Card, ...]
-    visible: tuple[nvml.Card, ...]
+    cards: tuple[machine.Card, ...]
+    visible: tuple[machine.Card, ...]
     named: str | None
     wsl: bool
     compiler: str | None
@@ -75,9 +75,9 @@ def gather() -> Facts:
         cuda_wheels=cuda_wheels(),
         nvcc=_nvcc(),
         torch_cuda=torch_cuda(),
-        driver=nvml.driver_version(),
-        cards=tuple(nvml.visible_cards({})),
-        visible=tuple(nvml.visible_cards()),
+        driver=machine.card_driver_version(),
+        cards=tuple(machine.visible_cards({})),
+        visible=tuple(machine.visible_cards()),
         named=os.environ.get("CUDA_VISIBLE_DEVICES"),
         wsl=machine.is_wsl(),
         compiler=shutil.which("cc") or shutil.which("gcc"),

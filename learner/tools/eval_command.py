@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from cluster.files import writing
-from cluster.yaml_tree import read_yaml
+from cluster.reading import read_yaml
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.driver.console import duration

@@ -13,11 +13,9 @@ from rich.text import Text
 
 from cluster.machine import main_memory
 from cluster.memory import cards
-from cluster.memory.host import host_bytes
-from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib
+from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes
 from cluster.memory.search import least, plan
-from cluster.memory.shape import SHAPES, Shape, hub_name, shape_of
-from cluster.memory.units import DTYPE_BYTES, Parts, total
+from cluster.memory.shape import DTYPE_BYTES, SHAPES, Parts, Shape, hub_name, shape_of, total
 from cluster.ray_cluster import store_bytes
 from learner.driver import memory
 from learner.driver.memory import CardSize

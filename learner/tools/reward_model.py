@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from cluster import threads
-from cluster.memory.units import LoraRank
+from cluster import machine
+from cluster.memory.shape import LoraRank
 from learner.config import ModelConfig
 from learner.config.settings import (
     AUTO_TOKEN_BUDGET,
@@ -61,7 +61,7 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Exit code: 0; 2 if something given is wrong, or too much for the machine."""
-    threads.sleeping()
+    machine.sleeping_threads()
     made = not asked.out.exists()
     hub.settle([asked.model, asked.pairs, asked.held_out])
     try:

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from cluster.metrics_file import number
+from cluster.telemetry import number
 from learner.driver.console import escaped
 from rollout import ledger
 from rollout.schema import asked_of, parts_of, said_of, whole

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from cluster.memory.units import STATE_BYTES
+from cluster.memory.shape import STATE_BYTES
 from learner.config.settings import LearnerConfig, OptimizerConfig
 
 # Half of torch's first guess, which the gradient of a small batch overflows.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from cluster.files import Digest, WriteFailed, digest_of, digests_in, write_failed
-from cluster.memory.sharded import FILE_BYTES
+from cluster.memory.learner import FILE_BYTES
 from learner.model import export
 from learner.model.adapter_config import MODEL
 from learner.model.export import export_model

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
-from cluster.deadline import within
+from cluster.actor import within
 from rollout.data.chat import Chat
 from rollout.data.hub import ChatError
 from rollout.data.observation import UnclosedTurn

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 
 import rollout.env.host  # noqa: F401  (what every process needs)
-from cluster.process_tree import MARK, marked, sweep
+from cluster.machine import MARK, marked, sweep
 from rewards.environment import lent, withhold
 from rewards.worker import signal_at_end_of_parent
 from rollout.env.loader import found

@@ -20,9 +20,9 @@ from multiprocessing.context import ForkServerProcess as Process
 from pathlib import Path
 from typing import Any
 
-from cluster.deadline import within
+from cluster.actor import within
 from cluster.files import wipe
-from cluster.process_tree import MARK, descendants, kill
+from cluster.machine import MARK, descendants, kill
 from rewards.environment import lent, values_of
 from rewards.secret_values import resolved
 from rollout.env import preload

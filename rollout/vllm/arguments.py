@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from cluster.memory.generator import PREFILL_TOKENS
-from cluster.memory.kv_cache import BLOCK_CPU
+from cluster.memory.generator import BLOCK_CPU, PREFILL_TOKENS
 from rollout.architecture import ATTENTION, ArchitectureError, has_experts
 from rollout.data.hub import split
 from rollout.engine import EngineSettings

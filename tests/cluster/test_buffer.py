@@ -5,8 +5,7 @@ import asyncio
 import pyarrow as pa
 import pytest
 
-from cluster.buffer import MAX_REFILLS, Buffer
-from cluster.group_slot import GroupSlot
+from cluster.buffer import MAX_REFILLS, Buffer, GroupSlot
 from tests.cluster.buffers import group, position, settle, taking
 
 pytestmark = pytest.mark.timeout(20)  # seconds; what waits for ever shall be seen soon (make mutants)

@@ -7,8 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.buffer import Buffer
-from cluster.group_slot import GroupSlot
+from cluster.buffer import Buffer, GroupSlot
 from tests.cluster.buffers import group, position, settle, taking
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import deadline
-from cluster.deadline import Awake, within
+from cluster import actor
+from cluster.actor import Awake, within
 
 
 class Clock:
@@ -55,7 +55,7 @@ def test_a_short_deadline_is_whole_again_after_a_pause(
 
 
 async def test_it_is_asyncios_timeout_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "LOOK_S", 0.01)
+    monkeypatch.setattr(actor, "LOOK_S", 0.01)
     with pytest.raises(TimeoutError):
         async with within(0.03) as limit:
             await asyncio.sleep(60)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import exit_reason
-from cluster.exit_reason import NO_WORD, ExitReasons, Found
+from cluster import ray_actor
+from cluster.ray_actor import NO_WORD, ExitReasons, Found
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: t0
@@ -27,7 +27,7 @@ MONITOR = "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was kil
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernel's count, now and at each later look; the last one stays."""
     counts = [5]
-    monkeypatch.setattr(exit_reason, "memory_kills", lambda: counts[-1])
+    monkeypatch.setattr(ray_actor, "memory_kills", lambda: counts[-1])
     return counts
 
 
@@ -68,4 +68,4 @@ def test_a_crash_is_told_from_the_output_of_that_process(kills: list[int], tmp_p
 
 
 def test_the_kernel_counts() -> None:
-    assert exit_reason.memory_kills() >= 0
+    assert ray_actor.memory_kills() >= 0

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from cluster import nvml
+from cluster import machine
 from cluster.memory.cards import CARDS as KINDS
 from cluster.placement import local_node
 
@@ -63,22 +63,22 @@ def three_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(named: str | None, wanted: list[str]) -> None:
     environ = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
-    assert [card.uuid for card in nvml.visible_cards(environ)] == wanted
+    assert [card.uuid for card in machine.visible_cards(environ)] == wanted
 
 
 @pytest.mark.usefixtures("three_cards")
 def test_what_is_said_of_a_card() -> None:
-    _, second, third = nvml.visible_cards({})
+    _, second, third = machine.visible_cards({})
     assert (second.name, second.size, second.free) == ("NVIDIA GPU-ab22", 2 * 2**30, 2 * 2**30 - 2**20)
     assert third.capability == (8, 2)
-    (part,) = nvml.visible_cards({"CUDA_VISIBLE_DEVICES": PART})
+    (part,) = machine.visible_cards({"CUDA_VISIBLE_DEVICES": PART})
     assert (part.size, part.capability) == (100 * 2**20, (8, 0))
 
 
 def test_a_card_is_taken_where_more_of_it_is_gone_than_its_driver_keeps() -> None:
-    assert not nvml.Card("a", "GPU-1", 1000, 950, (9, 0)).taken
-    assert nvml.Card("a", "GPU-1", 1000, 949, (9, 0)).taken
-    assert not any(nvml.Card(kind.name, "GPU-1", kind.bytes, kind.free, kind.capability).taken for kind in KINDS)
+    assert not machine.Card("a", "GPU-1", 1000, 950, (9, 0)).taken
+    assert machine.Card("a", "GPU-1", 1000, 949, (9, 0)).taken
+    assert not any(machine.Card(kind.name, "GPU-1", kind.bytes, kind.free, kind.capability).taken for kind in KINDS)
 
 
 @pytest.mark.usefixtures("three_cards")
@@ -89,4 +89,4 @@ def test_a_private_cluster_has_the_cards_that_are_visible(monkeypatch: pytest.Mo
 
 def test_no_driver_is_no_card() -> None:
     """This machine's own answer; a machine with a card says so with its driver."""
-    assert bool(nvml.visible_cards({})) == (nvml.driver_version() is not None)
+    assert bool(machine.visible_cards({})) == (machine.card_driver_version() is not None)

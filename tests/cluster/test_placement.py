@@ -5,7 +5,7 @@ import re
 import pytest
 
 from cluster.placement import PlacementError, Role, pack, place, waiting
-from cluster.ray_reservation import Reservation
+from cluster.ray_cluster import Reservation
 
 
 def test_two_roles_on_one_card_share_one_bundle() -> None:

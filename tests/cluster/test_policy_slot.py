@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.policy_slot import PolicySlot
+from cluster.buffer import PolicySlot
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.metrics_file import MOST_BAD, MetricsFile
 from cluster.reading import Unreadable, json_value, lines, opened, read_bytes, read_mapping, read_text
+from cluster.telemetry import MOST_BAD, MetricsFile
 
 
 def a_socket(path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cluster.placement import PlacementError
-from cluster.startable import check_startable
+from learner.driver.machine_checks import check_startable
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_machine_whose_loopback_interface_is_off() -> None:
             pytest.skip("no network of one's own may be made here")
     except FileNotFoundError:
         pytest.skip("there is no unshare here")
-    call = "from cluster.startable import check_startable; check_startable()"
+    call = "from learner.driver.machine_checks import check_startable; check_startable()"
     told = subprocess.run(
         [*apart, sys.executable, "-c", call], capture_output=True, text=True, check=False, timeout=60
     ).stderr

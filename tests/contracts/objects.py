@@ -111,8 +111,8 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "handle": PLAIN,
         **dict.fromkeys(("handle.apart", "handle.call", "handle.apart.options()"), ("ray.actor.ActorMethod",)),
     },
-    "cluster/ray_tasks.py": {
-        "node": PLAIN,  # cluster.ray_reservation.Node
+    "cluster/ray_cluster.py": {
+        "node": PLAIN,  # cluster.ray_cluster.Node
         "task": ("ray.remote_function.RemoteFunction",),
         "task.options()": PLAIN,
     },

@@ -25,7 +25,7 @@ CLUSTER = """
 import json, sys
 from cluster.placement import PlacementError
 from cluster.ray_cluster import connect
-from cluster.ray_metrics import metrics_address
+from cluster.ray_cluster import metrics_address
 session = connect("local", min_cpus=1)
 import asyncio, ray
 ray.get(ray.remote(lambda: None).remote())  # a worker process, with its port

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.trackers.prometheus import shown
+from cluster.trackers import shown
 from tests.flow.run import metrics_page, wait_until
 from tests.test_documents import explained, metrics
 

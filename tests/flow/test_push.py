@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from cluster.actor import Actor, RemoteError, RevivableActor, Shared
-from cluster.buffer import Buffer
+from cluster.buffer import Buffer, PolicySlot
 from cluster.config import DeadlineConfig
 from cluster.placement import Role
-from cluster.policy_slot import PolicySlot
 from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
 from examples.random_model import make_tiny_model

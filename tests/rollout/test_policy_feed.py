@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.actor import Local
+from cluster.buffer import PolicySlot
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.delivery import (
     Answer,

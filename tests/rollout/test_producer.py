@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 
 from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
-from cluster.buffer import Buffer
+from cluster.buffer import Buffer, PolicySlot
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import Answer, Push, Receipt

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, cast
 import pyarrow as pa
 
 from cluster.actor import ActorDied, DeadlineExceeded, Local
-from cluster.buffer import Buffer
+from cluster.buffer import Buffer, PolicySlot
 from cluster.config import DeadlineConfig
-from cluster.policy_slot import PolicySlot
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import Answer, Receipt

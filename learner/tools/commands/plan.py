@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.memory.units import LoraRank
+from cluster.memory.shape import LoraRank
 from learner.tools.arguments import epilog, natural, positive
 
 EPILOG = epilog(

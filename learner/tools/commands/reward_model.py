@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.memory.units import LoraRank
+from cluster.memory.shape import LoraRank
 from learner.driver import process
 from learner.tools.arguments import epilog, natural, positive, rate
 

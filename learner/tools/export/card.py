@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from cluster.installed import version_of
+from cluster.machine import version_of
 from cluster.memory.plan import gib
-from cluster.metrics_file import number
-from cluster.reading import read_json
-from cluster.yaml_tree import dump
+from cluster.reading import dump, read_json
+from cluster.telemetry import number
 from learner.config import RunConfig
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.evaluate import Evaluation

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils._validators import validate_repo_id
 
-from cluster import threads
+from cluster import machine
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
@@ -196,7 +196,7 @@ class Job:
 
 def run(asked: Asked) -> int:
     """Exit code: as of `reported`."""
-    threads.sleeping()
+    machine.sleeping_threads()
     return reported(lambda: _export(asked), wrong=(ExportError,), failed=(ExportFailed,))
 
 

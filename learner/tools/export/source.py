@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from cluster.machine import available_memory
 from cluster.memory.plan import gib
-from cluster.memory.units import DTYPE_BYTES
+from cluster.memory.shape import DTYPE_BYTES
 from cluster.reading import read_text
 from learner.config import RunConfig
 from learner.driver import checkpoint

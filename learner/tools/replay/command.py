@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster import threads
+from cluster import machine
 from learner.config import RunConfig
 from learner.config.load import absolute
 from learner.driver.console import escaped
@@ -208,7 +208,7 @@ def _replay(asked: Asked) -> int:
     check_possible(changes, recorded.config, config, asked.start)
     steps, state = recorded.chosen(asked.start, asked.to), recorded.checkpoint(asked.start)
     recorded.check_inputs(own_loss=not own_loss(changes))
-    threads.sleeping(config.cluster.cpus.learner)  # as many as in a run's learner
+    machine.sleeping_threads(config.cluster.cpus.learner)  # as many as in a run's learner
     if decides(changes) or asked.output is not None:
         return _what_if(asked, recorded, config, changes, steps, state)
     learner = Learner(config, state, as_recorded=not computes_elsewhere(changes))

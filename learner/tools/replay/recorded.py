@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
-from cluster.metrics_file import MetricsFile, number
 from cluster.reading import Unreadable
+from cluster.telemetry import MetricsFile, number
 from learner.config import RunConfig, load
 from learner.driver import checkpoint
 from learner.driver.checkpoint import TRAINER

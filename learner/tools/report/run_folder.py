@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster import run_lock
-from cluster.metrics_file import MetricsFile, number
-from cluster.reading import Unreadable, json_value, read_text
-from cluster.yaml_tree import ConfigError, check_plain, mapping_of
+from cluster import files
+from cluster.reading import ConfigError, Unreadable, check_plain, json_value, mapping_of, read_text
+from cluster.telemetry import MetricsFile, number
 from learner.driver import console
 from rollout import ledger
 
@@ -94,7 +93,7 @@ def read_run(folder: Path, *, every: bool = False) -> Run:
     run = Run(folder.resolve().name, file, steps, metrics, config, plan, replay, rollouts, spent, remarks)
     if replayed:
         remarks.append(_replayed(run))
-    elif not run_lock.is_held(folder):
+    elif not files.is_locked(folder):
         remarks.extend(_early(run))
     return run
 

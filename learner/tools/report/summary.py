@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from cluster.dotted import dotted
-from cluster.metrics_file import number
+from cluster.telemetry import number
+from cluster.trackers import dotted
 from learner.tools.report.run_folder import Run
 
 # Which curves a report draws, and from which metrics (docs/metrics.md says what each means).

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from cluster import run_lock
+from cluster import files
 from cluster.files import writing
 from learner.driver.console import escaped
 from learner.tools.report.completions import Block, Sample, Step, mismatch_file, packed, read_step, sampled
@@ -218,9 +218,9 @@ def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
 
 def _wait_for_first_step(run: Path) -> None:
     """Of a run that is starting: its folder is locked, and nothing else is there yet. Ctrl-C ends the waiting."""
-    if run_lock.is_held(run) and not begun(run):
+    if files.is_locked(run) and not begun(run):
         print(f"waiting for the first step of {run}; Ctrl-C ends the waiting, and not the run", flush=True)
-        while run_lock.is_held(run) and not begun(run):
+        while files.is_locked(run) and not begun(run):
             time.sleep(LOOK_S)
 
 

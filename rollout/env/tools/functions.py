@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from cluster.deadline import within
+from cluster.actor import within
 from rewards.base import said
 from rewards.described import OF_ENVIRONMENTS, described
 from rollout.env.protocol import Message, Step, ToolCall, ToolSpec, Turn, as_text

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, generator_bytes
-from cluster.memory.kv_cache import cache_bytes, cached_sequences
-from cluster.memory.learner import learner_bytes
-from cluster.memory.learning import Learning, Micro
+from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, cache_bytes, cached_sequences, generator_bytes
+from cluster.memory.learner import Learning, Micro, learner_bytes
 from cluster.memory.plan import Plan, Wish, Workload
 from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES, Shape

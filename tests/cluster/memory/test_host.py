@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.memory.host import host_bytes
 from cluster.memory.learner import LEARNER_PROCESS
-from cluster.memory.plan import Wish, Workload
+from cluster.memory.plan import Wish, Workload, host_bytes
 from cluster.memory.search import least
-from cluster.memory.shape import SHAPES
-from cluster.memory.units import Parts
+from cluster.memory.shape import SHAPES, Parts
 
 LLAMA, N = SHAPES["Llama-3.2-1B"], 1_235_814_400
 

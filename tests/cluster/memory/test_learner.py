@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.memory.between_steps import learner_static
-from cluster.memory.learner import WIDENED_ROWS, step_bytes
-from cluster.memory.learning import Learning, Micro, ReferenceKind
-from cluster.memory.shape import SHAPES
-from cluster.memory.units import Checkpointing, OptimizerKind, total
+from cluster.memory.learner import WIDENED_ROWS, Learning, Micro, ReferenceKind, learner_static, step_bytes
+from cluster.memory.shape import SHAPES, Checkpointing, OptimizerKind, total
 from learner.config.settings import LearnerConfig
 from learner.model import lora
 from learner.tools.meta_run import Footprint, footprint

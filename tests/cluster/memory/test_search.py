@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.memory import learner as learner_memory
-from cluster.memory import units
-from cluster.memory.learning import Learning, Micro, ReferenceKind
+from cluster.memory import shape as units
+from cluster.memory.learner import Learning, Micro, ReferenceKind
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
 from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES

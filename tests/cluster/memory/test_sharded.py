@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.memory.learner import divided_params, sharded_base_bytes, sharded_training_bytes
 from cluster.memory.plan import Misfit, Plan, Wish, Workload
 from cluster.memory.search import least, plan
 from cluster.memory.shape import SHAPES
-from cluster.memory.sharded import divided_params, sharded_base_bytes, sharded_training_bytes
 
 GIB = 2**30
 

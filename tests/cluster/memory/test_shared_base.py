@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.memory.kv_cache import cache_bytes
+from cluster.memory.generator import cache_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
 from cluster.memory.search import plan
-from cluster.memory.shape import SHAPES
-from cluster.memory.units import GB, base_bytes
+from cluster.memory.shape import GB, SHAPES, base_bytes
 
 # LoRA of rank 16, groups of 8, micro-batches of 2048 tokens, every layer computed twice.
 WORK = Workload(generations=8, prompt=256, completion=786, sequences=64, groups=8)

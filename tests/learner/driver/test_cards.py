@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cluster.machine import Card
 from cluster.memory.shape import SHAPES
-from cluster.nvml import Card
 from learner.config import RunConfig
 from learner.driver import memory
 from learner.driver.failure import PreflightError

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import machine, nvml
+from cluster import machine
+from cluster.machine import Card
 from cluster.memory.shape import SHAPES
-from cluster.nvml import Card
 from learner.config import RunConfig
 from learner.driver import machine_checks
 from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, cuda_wheels
@@ -38,8 +38,8 @@ def set_up(
     def visible(environ: Mapping[str, str] | None = None) -> list[Card]:
         return cards[:shown] if environ is None else cards
 
-    monkeypatch.setattr(nvml, "visible_cards", visible)
-    monkeypatch.setattr(nvml, "driver_version", lambda: driver)
+    monkeypatch.setattr(machine, "visible_cards", visible)
+    monkeypatch.setattr(machine, "card_driver_version", lambda: driver)
     monkeypatch.setattr(machine_checks, "torch_cuda", lambda: cuda)
     monkeypatch.setattr(machine_checks, "find_spec", lambda name: name if liger and name == "liger_kernel" else None)
 

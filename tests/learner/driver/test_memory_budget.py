@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.memory import units
+from cluster.memory import shape as units
 from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape

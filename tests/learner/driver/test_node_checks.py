@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import ClusterConfig, RewardProcessConfig
-from cluster.ray_reservation import Node
+from cluster.ray_cluster import Node
 from learner.config import RunConfig
 from learner.driver.roles import (
     Needs,

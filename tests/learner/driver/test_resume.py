@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster import run_lock
+from cluster import files as run_lock
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig, load
 from learner.driver import checkpoint, launch, preflight
@@ -255,7 +255,7 @@ def test_a_run_that_is_done_is_left_alone_but_for_what_it_publishes(
 
 def test_two_runs_at_once(run: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}  # but for run, where the lock comes and goes
-    with run_lock.held(run):
+    with run_lock.lock_held(run):
         code, _, err = start(capsys)
         assert start(capsys, "--dry-run")[0] == 0  # writes nothing, so it may look
     assert code == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import run_lock
+from cluster import files
 
 HOLD = """
 import pathlib, sys, time
@@ -24,7 +24,7 @@ with run_lock.held(pathlib.Path(sys.argv[1])):
 COPY = """
 import os, sys, time
 from pathlib import Path
-from cluster.run_lock import held
+from cluster.files import held
 from rollout.data.chat import fails_within
 def hang():
     print(os.getpid(), flush=True)
@@ -53,41 +53,41 @@ def test_the_second_is_told_who_is_first_and_a_kill_frees_the_folder(tmp_path: P
     assert owner.stdout is not None
     assert owner.stdout.readline() == "held\n"
     who = rf"in use by process {owner.pid} on host {re.escape(socket.gethostname())} since 20\d\d-.*give .* name="
-    with pytest.raises(run_lock.RunFolderInUse, match=who), run_lock.held(folder):
+    with pytest.raises(files.RunFolderInUse, match=who), files.lock_held(folder):
         pytest.fail("two writers")
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    assert (folder / run_lock.NAME).exists()
-    with run_lock.held(folder):
-        assert str(os.getpid()) in (folder / run_lock.NAME).read_text()
+    assert (folder / files.LOCK_FILE).exists()
+    with files.lock_held(folder):
+        assert str(os.getpid()) in (folder / files.LOCK_FILE).read_text()
     assert list(folder.iterdir()) == []
 
 
 def test_a_run_that_left_nothing_leaves_no_folder(tmp_path: Path) -> None:
-    with run_lock.held(tmp_path / "runs" / "one"):
+    with files.lock_held(tmp_path / "runs" / "one"):
         pass
     assert list(tmp_path.iterdir()) == []
-    with run_lock.held(tmp_path / "runs" / "two"):
+    with files.lock_held(tmp_path / "runs" / "two"):
         (tmp_path / "runs" / "two" / "metrics.jsonl").touch()
     assert [path.name for path in (tmp_path / "runs" / "two").iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_lock_of_another_writer_survives_the_end_of_one_whose_folder_was_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    with run_lock.held(folder):
+    with files.lock_held(folder):
         folder.rename(tmp_path / "away")
-        with run_lock.held(folder):
-            mine = (folder / run_lock.NAME).read_text()
+        with files.lock_held(folder):
+            mine = (folder / files.LOCK_FILE).read_text()
             (tmp_path / "away").rename(tmp_path / "further")
         folder.mkdir()
-        (folder / run_lock.NAME).write_text(mine)
-    assert (folder / run_lock.NAME).read_text() == mine
+        (folder / files.LOCK_FILE).write_text(mine)
+    assert (folder / files.LOCK_FILE).read_text() == mine
 
 
 def test_a_lock_on_a_file_that_its_owner_has_just_removed_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, ended = fcntl.flock, [tmp_path / run_lock.NAME]
+    flock, ended = fcntl.flock, [tmp_path / files.LOCK_FILE]
 
     def late(descriptor: int, how: int) -> None:
         if ended:
@@ -95,7 +95,7 @@ def test_a_lock_on_a_file_that_its_owner_has_just_removed_is_none(
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with run_lock.held(tmp_path), pytest.raises(run_lock.RunFolderInUse), run_lock.held(tmp_path):
+    with files.lock_held(tmp_path), pytest.raises(files.RunFolderInUse), files.lock_held(tmp_path):
         pytest.fail("two writers")
 
 
@@ -108,24 +108,24 @@ def test_lock_and_folder_come_and_go_under_many_hands_and_never_two_are_inside(t
 @pytest.mark.parametrize("instead", [None, "", "mine"])
 def test_a_lock_file_that_was_deleted_under_a_run_lets_nobody_in(instead: str | None, tmp_path: Path) -> None:
     told = r"output_dir: a run folder has one writer, and .* is in use by a process .* whose \.lock was deleted"
-    with run_lock.held(tmp_path):
-        (tmp_path / run_lock.NAME).unlink()
+    with files.lock_held(tmp_path):
+        (tmp_path / files.LOCK_FILE).unlink()
         if instead is not None:
-            (tmp_path / run_lock.NAME).write_text(instead)
-        with pytest.raises(run_lock.RunFolderInUse, match=told), run_lock.held(tmp_path):
+            (tmp_path / files.LOCK_FILE).write_text(instead)
+        with pytest.raises(files.RunFolderInUse, match=told), files.lock_held(tmp_path):
             pytest.fail("two writers")
-    with run_lock.held(tmp_path):
+    with files.lock_held(tmp_path):
         pass
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "not-mounted")
-    with pytest.raises(FileExistsError, match="runs"), run_lock.held(tmp_path / "runs" / "one"):
+    with pytest.raises(FileExistsError, match="runs"), files.lock_held(tmp_path / "runs" / "one"):
         pytest.fail("there is no such folder")
 
 
 def test_a_file_system_that_makes_no_folders_is_an_error() -> None:
-    with pytest.raises(OSError, match="/proc/no"), run_lock.held(Path("/proc/no/run")):
+    with pytest.raises(OSError, match="/proc/no"), files.lock_held(Path("/proc/no/run")):
         pytest.fail("there is no such folder")
 
 
@@ -139,5 +139,5 @@ def test_a_killed_process_leaves_no_copy_that_holds_its_lock(tmp_path: Path) -> 
     while copy.exists():
         assert time.monotonic() < deadline, "it goes on without the process that would have ended it"
         time.sleep(0.01)
-    with run_lock.held(tmp_path):
+    with files.lock_held(tmp_path):
         pass

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from cluster.memory.sharded import FILE_BYTES
+from cluster.memory.learner import FILE_BYTES
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.config.settings import OptimizerConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.nvml import Card
+from cluster.machine import Card
 from learner.tools.cli import main
 from learner.tools.doctor import Facts, findings, runs_here
 

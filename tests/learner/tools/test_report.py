@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import run_lock
+from cluster import files as run_lock
 from learner.driver import record
 from learner.tools.cli import main
 from learner.tools.report.completions import read_step, spread, unpacked
@@ -93,7 +93,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
         file.write('{"step": 3, "reward/me')
     (run / "plan.json").write_text('{"learner": ')
     (run / "config.yaml").unlink()
-    (run / run_lock.NAME).touch()
+    (run / run_lock.LOCK_FILE).touch()
     (run / "rollouts" / "step-000003.parquet").write_bytes(b"PAR1")
     other = make_group(0).replace_schema_metadata({"gleaner.schema": "5"})
     pq.write_table(other, run / "rollouts" / "step-000004.parquet")
@@ -112,11 +112,11 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
 
 
 def test_a_run_that_was_killed_has_ended_though_its_lock_file_is_there(run: Path) -> None:
-    with run_lock.held(run):
+    with run_lock.lock_held(run):
         assert not blocks(page_of(run))["head"]["runs"][0]["remarks"]
-        left = (run / run_lock.NAME).read_text()
+        left = (run / run_lock.LOCK_FILE).read_text()
     dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
-    (run / run_lock.NAME).write_text(left.replace(f'"pid": {os.getpid()}', f'"pid": {dead}'))
+    (run / run_lock.LOCK_FILE).write_text(left.replace(f'"pid": {os.getpid()}', f'"pid": {dead}'))
     assert blocks(page_of(run))["head"]["runs"][0]["remarks"][0].startswith("The run ended at step 2 of 9")
 
 

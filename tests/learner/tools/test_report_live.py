@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cluster import run_lock
+from cluster import files as run_lock
 from learner.driver import record
 from learner.tools.cli import main
 from learner.tools.report import write
@@ -128,7 +128,7 @@ def test_connections_that_ask_nothing_are_few_and_end(served: LiveServer, monkey
 def test_live_waits_for_the_first_step_of_a_run_that_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / run_lock.NAME).touch()
+    (tmp_path / run_lock.LOCK_FILE).touch()
     looks: list[float] = []
 
     def look(seconds: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.memory.units import OptimizerKind
+from cluster.memory.shape import OptimizerKind
 from examples.random_model import make_tiny_model
 from learner.algo.loss_config import LossConfig
 from learner.config.settings import LearnerConfig, OptimizerConfig
