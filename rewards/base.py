@@ -19,7 +19,7 @@ written for TRL or open-r1 work unchanged:
   left out of training (status `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 or anything else that is
   not a number is a failure: the sample gets status `nan` and no reward.
 * A function with the parameters of verl, OpenRLHF or ms-swift, or one of a single completion, is used as it is
-  (rewards.signatures).
+  (rewards.call).
 * Calls of an `async def` for several groups are under way at once, on one event loop.
 
 Of TRL's extras, `trainer_state` has `global_step`, `max_steps` and `epoch`; what `log_metric(name, value)` is given is

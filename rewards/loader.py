@@ -1,36 +1,139 @@
 """`use` -> function. Runs in the worker process, never in the driver, since an import runs code."""
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import difflib
 import importlib
+import importlib.metadata
+import importlib.util
 import pkgutil
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from cluster.by_path import BEGIN, INIT, name_of
 from cluster.own_path import PACKAGES
-from rewards import pickled
+from rewards import functions
 from rewards.base import ADAPTER, JUDGE, Reward, RewardLoadError
-from rewards.described import described
+from rewards.environment import described
+
+# The user's own files that a file imports: what lies beside it, as `helpers.py` or a package there. None is run.
+
+
+def own_imports(file: Path, root: Path) -> list[Path]:
+    """The files below `root` that `file` imports, and those that they import in their turn, in the order of their
+    paths; `file` is not among them.
+
+    root: the folder in which its imports are looked up. What is imported by a name that the code puts together, or
+    does not parse, is not found.
+    """
+    found, left = {file}, [file]
+    while left:
+        new = {one for one in _imported(left.pop(), root) if one.is_relative_to(root)} - found
+        found |= new
+        left += sorted(new)
+    return sorted(found - {file})
+
+
+def _imported(file: Path, root: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # told by whoever imports it
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield from _files(root, name.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            where = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else root
+            module = node.module.split(".") if node.module else []
+            yield from _files(where, module)
+            for name in node.names:  # a module of the package, or something in it
+                yield from _files(where, [*module, name.name])
+
+
+def _files(where: Path, parts: list[str]) -> Iterator[Path]:
+    """Of `import a.b`: a/__init__.py and a/b.py, or a/b/__init__.py, as far as they are there."""
+    for count in range(1, len(parts) + 1):
+        place = where.joinpath(*parts[:count])
+        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+
+
+# The file that a reward function comes from, found without running any of it.
+
+GRADERS = {
+    "json_schema": "jsonschema",
+    "math": "math-verify",
+    "reasoning_gym": "reasoning-gym",
+}  # packages that do a built-in's work
+
+
+def source_of(use: str) -> Path | None:
+    """The Python file, or that of a pickled function, that `use` names (see rewards.loader.load), None if there is
+    none: a module without a source, or one that is not there. What that file imports: rewards.loader."""
+    place = BUILT_INS.get(use, use).rpartition(":")[0]
+    if use in BUILT_INS:
+        return Path(__file__).parents[1] / f"{place.replace('.', '/')}.py"
+    if place.endswith((".py", functions.SUFFIX)):
+        file = Path(place).resolve()
+        return file if file.is_file() else None
+    return _module_file(place)
+
+
+def grader_version(use: str) -> str:
+    """Name and version of the package that does a built-in's work; '' where there is none, or it is not installed."""
+    package = GRADERS.get(use, "")
+    if not package:
+        return ""
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _module_file(name: str) -> Path | None:
+    """importlib.util.find_spec("a.b") would import a; hence only the first part is looked up by it."""
+    first, *others = name.split(".")
+    with _here_on_path():
+        spec = importlib.util.find_spec(first)
+    found = first
+    for part in others:
+        found = f"{found}.{part}"
+        folders = spec.submodule_search_locations if spec is not None else None
+        spec = PathFinder.find_spec(found, folders) if folders is not None else None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
+
+
+@contextmanager
+def _here_on_path() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
 
 BUILT_INS = {
-    "format": "rewards.format:format_",
-    "json_match": "rewards.json_match:json_match",
-    "json_schema": "rewards.json_schema:json_schema",
-    "judge": "rewards.judge_settings:JudgeSettings",
-    "length": "rewards.length:length",
-    "math": "rewards.math:math",
-    "number": "rewards.number:number",
-    "reasoning_gym": "rewards.reasoning_gym:reasoning_gym",
-    "regex": "rewards.regex:regex",
-    "sequence_classifier": "rewards.sequence_classifier:sequence_classifier",
-    "unit_tests": "rewards.unit_tests:unit_tests",
+    "format": "rewards.built_in.format:format_",
+    "json_match": "rewards.built_in.json_match:json_match",
+    "json_schema": "rewards.built_in.json_schema:json_schema",
+    "judge": "rewards.judge:JudgeSettings",
+    "length": "rewards.built_in.length:length",
+    "math": "rewards.built_in.math:math",
+    "number": "rewards.built_in.number:number",
+    "reasoning_gym": "rewards.built_in.reasoning_gym:reasoning_gym",
+    "regex": "rewards.built_in.regex:regex",
+    "sequence_classifier": "rewards.built_in.sequence_classifier:sequence_classifier",
+    "unit_tests": "rewards.built_in.unit_tests:unit_tests",
 }
 _KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
 EXTRAS = {"math": "math-verify", "reasoning_gym": "'gleaner-rl[demo]'"}
@@ -38,7 +141,7 @@ EXTRAS = {"math": "math-verify", "reasoning_gym": "'gleaner-rl[demo]'"}
 
 def load(use: str) -> Reward:
     """The function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
-    `path/file.pickle:function` (rewards.pickled). Of a class with `__call__` (ms-swift's) an instance of it.
+    `path/file.pickle:function` (rewards.functions). Of a class with `__call__` (ms-swift's) an instance of it.
 
     Raises RewardLoadError with one sentence: what is missing, and what there is instead.
     """
@@ -105,8 +208,8 @@ def load_own(use: str, example: str) -> Callable[..., Any]:
     and begins with a capital where a class will do. Raises RewardLoadError with one sentence, whatever the callable is
     for."""
     place, _, function = use.rpartition(":")
-    if place.endswith(pickled.SUFFIX):
-        return cast(Callable[..., Any], pickled.load(Path(place)))
+    if place.endswith(functions.SUFFIX):
+        return cast(Callable[..., Any], functions.load_pickled(Path(place)))
     if not place:
         place, function = use, ""
     if place in PACKAGES and Path(f"{place}.py").is_file():

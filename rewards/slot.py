@@ -23,8 +23,9 @@ from pebble import ProcessExpired, ProcessPool
 
 from cluster.actor import within
 from cluster.machine import MARK, orphans, sweep
-from rewards import code_process, worker
+from rewards import worker
 from rewards.call import Verdict, failed
+from rewards.code import process
 from rewards.loader import BUILT_INS
 from rewards.worker import LONGEST, PID_DIGITS
 
@@ -222,7 +223,7 @@ class Slot:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._pid, signal.SIGKILL)
         sweep(partial(orphans, self._mark), SWEEP_S)
-        code_process.sweep()
+        process.sweep()
         self._pid = None
         self._loaded.clear()
 

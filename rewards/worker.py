@@ -15,7 +15,11 @@ from typing import Any
 
 from cluster.confinement import limit
 from cluster.machine import MARK
-from rewards import call, deadline, environment, memory, output
+from rewards import (
+    call,
+    environment,
+    limits,
+)
 from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load
 
@@ -29,8 +33,8 @@ _CHECK_S = 1.0  # between looks at what the process holds
 
 def start(memory_bytes: int, parent: int, mark: str, printed: str | None) -> None:
     """Runs first in every worker, for the slot that has it, which finds by `mark` what the functions have started, once
-    this process is no more. printed: the file for what they print (rewards.output.redirect)."""
-    output.redirect(printed)
+    this process is no more. printed: the file for what they print (rewards.limits.redirect)."""
+    limits.redirect_output(printed)
     confine(memory_bytes, parent)
     environment.overwrite(MARK, f"{mark}{os.getpid():0{PID_DIGITS}}")
 
@@ -42,7 +46,7 @@ def confine(memory_bytes: int, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
     os.setpgrp()  # what a reward function starts is in our group, and is swept away with it
     _may_start_processes()
-    memory.cap(memory_bytes)
+    limits.cap_memory(memory_bytes)
     limit(resource.RLIMIT_CORE, 0)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         # Rewards of several processes at once: a thread pool in each would have them wait for one another.
@@ -78,9 +82,9 @@ def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[
     except RewardError as error:
         return os.getpid(), str(error)
     except Exception as error:
-        if not memory.met(error):
+        if not limits.memory_met(error):
             raise
-        return os.getpid(), f"its model does not fit: {memory.advice()}"
+        return os.getpid(), f"its model does not fit: {limits.memory_advice()}"
     return os.getpid(), ""
 
 
@@ -89,7 +93,7 @@ def score(
 ) -> call.Verdict:
     """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe.
     timeout_s: after which this process is ended."""
-    with deadline.answering(timeout_s):
+    with limits.answering(timeout_s):
         return scores([(use, args, env, group)], None)[0]
 
 
@@ -99,7 +103,7 @@ def scores(
     """What `score` says of each, in order. Calls of one asynchronous function that stand together are made at once,
     each within timeout_s."""
     found = []
-    with deadline.answering(timeout_s):
+    with limits.answering(timeout_s):
         for (use, args, env), together in groupby(asked, key=lambda one: one[:3]):
             groups: list[call.Group] = [pickle.loads(group) for *_, group in together]
             with environment.lent(env):
@@ -112,7 +116,7 @@ class _Held:
     """What this process holds: whether it is leaking, so that a fresh one had better take its place."""
 
     def __init__(self) -> None:
-        self._begun: memory.Usage | None = None  # after the first message that it answered
+        self._begun: limits.Usage | None = None  # after the first message that it answered
         self._looked = 0.0
 
     def told(self, verdicts: list[call.Verdict]) -> list[call.Verdict]:
@@ -127,7 +131,7 @@ class _Held:
     def _leaks(self, failed: bool) -> bool:
         """failed: something had no room just now; where little is taken it was one call alone that wanted too much."""
         try:
-            now = memory.usage()
+            now = limits.memory_usage()
         except OSError:  # no file is left to look with
             return self._begun is not None
         if self._begun is None:

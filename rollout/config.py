@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.config import Frozen
-from rewards.memory import DEFAULT as DEFAULT_REWARD_MEMORY
-from rewards.secret_values import Arguments
+from rewards.config import Arguments
+from rewards.limits import DEFAULT_MEMORY as DEFAULT_REWARD_MEMORY
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 from cluster.actor import Actor
 from rewards.base import RewardFailed
 from rewards.call import Group
-from rewards.pool import Scores
-from rewards.service import RewardService
+from rewards.pool import RewardService, Scores
 
 # Warnings of which each is logged once; metrics count what they are about.
 

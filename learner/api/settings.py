@@ -18,7 +18,7 @@ from cluster.reading import ConfigError, check_plain, read_yaml
 from learner.api.process import InputError
 from learner.config import RunConfig, load
 from learner.config.load import place_of
-from rewards import pickled
+from rewards import functions
 from rewards.base import RewardLoadError
 from rollout.config import OF_HELD_OUT, OF_ITS_PATH
 
@@ -96,10 +96,10 @@ class Inputs:
                 "env.use and env.args"
             )
         try:
-            packed = pickled.pack(function)
+            packed = functions.pack(function)
         except RewardLoadError as error:
             raise InputError(f"{where}: {error}") from error
-        return f"{self._add(packed.digest, f'{packed.name}{pickled.SUFFIX}', packed.content)}:{packed.name}"
+        return f"{self._add(packed.digest, f'{packed.name}{functions.SUFFIX}', packed.content)}:{packed.name}"
 
     def rows(self, dataset: Any, key: str, name: str) -> str:
         """The path of a dataset: a datasets.Dataset becomes Parquet, a list of mappings JSON lines; a path or hub name

@@ -21,9 +21,8 @@ from cluster.reading import (
 )
 from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
-from rewards.config import RewardConfig, classifier_of
-from rewards.pickled import SUFFIX
-from rewards.secret_values import masked
+from rewards.config import RewardConfig, classifier_of, masked
+from rewards.functions import SUFFIX
 from rollout.data.hub import ChatError, commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS

@@ -21,7 +21,7 @@ from cluster.telemetry import Timeline, number, seconds, union
 from learner.driver.checkpoint import learned_in
 from learner.driver.evaluate import Evaluation
 from learner.driver.metrics import function_means
-from rewards.output import NAME
+from rewards.limits import NAME
 
 # Text of a model's or an environment's, for a terminal.
 

@@ -24,11 +24,9 @@ from cluster.reading import Unreadable, printable, read_mapping, read_text
 from learner.config import RunConfig
 from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
-from rewards import pickled
-from rewards.config import RewardConfig, adapters_of, classifier_of, functions_of
-from rewards.own_imports import own_imports
-from rewards.secret_values import MASK
-from rewards.source import grader_version, source_of
+from rewards import functions as pickled
+from rewards.config import MASK, RewardConfig, adapters_of, classifier_of, functions_of
+from rewards.loader import grader_version, own_imports, source_of
 from rollout.data.hub import commit_of, split
 from rollout.env.loader import code_of
 

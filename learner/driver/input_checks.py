@@ -25,14 +25,13 @@ from learner.driver.machine_checks import classifier_notes
 from learner.model.adapter_config import AdapterError, check_reference, follow, read_adapter, read_content, served
 from learner.model.trial_note import told
 from rewards.base import RewardError
+from rewards.built_in.format import TAGS
+from rewards.built_in.unit_tests import late
 from rewards.call import Group
-from rewards.check import try_rewards
+from rewards.check import try_rewards, withheld_notes
 from rewards.config import RewardConfig, functions_of
-from rewards.format import TAGS
 from rewards.loader import BUILT_INS, no_file, no_function
 from rewards.text import tag_of
-from rewards.unit_tests import late
-from rewards.withheld import withheld_notes
 from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.files import Row

@@ -35,7 +35,7 @@ from learner.driver.preflight import Prepared
 from learner.driver.record import RunCheckpoints, Sinks, StepMetrics, StepRecord, advice, closed
 from learner.driver.roles import Processes, start_processes
 from learner.trainer.service import TrainerService
-from rewards.service import RewardServer, RewardService
+from rewards.pool import RewardServer, RewardService
 from rollout.data.problems import Cursor
 from rollout.producer import Pipes, ProblemStream, Producer
 from rollout.schema import Problem, group_position

@@ -76,7 +76,7 @@ from learner.driver.record import POLICIES, read_policies
 from learner.model.adapter_config import MODEL, AdapterError, ReferenceConfigError
 from rewards.base import JUDGE, RewardError
 from rewards.call import Group
-from rewards.output import NAME as REWARD_OUTPUT
+from rewards.limits import NAME as REWARD_OUTPUT
 from rollout.architecture import ArchitectureError, check_unquantised
 from rollout.data import files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of

@@ -36,10 +36,9 @@ from learner.ranks.ranks import Ranks, RankService, Regroup, meet
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, classifier_of, functions_of
 from rewards.environment import DEVICE
-from rewards.output import NAME as OUTPUT
-from rewards.pickled import SUFFIX
-from rewards.pool import Judging
-from rewards.service import RewardServer, RewardService
+from rewards.functions import SUFFIX
+from rewards.limits import NAME as OUTPUT
+from rewards.pool import Judging, RewardServer, RewardService
 from rollout.base_manifest import Manifest
 from rollout.engine import EngineSettings
 from rollout.env.loader import code_of

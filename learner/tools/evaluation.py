@@ -45,8 +45,8 @@ from learner.driver.preflight import PROBLEMS, Untokenised
 from learner.driver.prestart import prestarted
 from learner.driver.roles import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_content, served
+from rewards.built_in.number import last_number, parse_number
 from rewards.config import functions_of
-from rewards.number import last_number, parse_number
 from rewards.text import tagged, text_of
 from rollout.data.chat import Chat
 from rollout.data.problems import Renderer, fitting, load, load_whole

@@ -24,7 +24,7 @@ from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
-from rewards.memory import DEFAULT
+from rewards.limits import DEFAULT_MEMORY
 from rewards.pool import RewardPool, Scores
 from rewards.text import opening_at_end
 from rollout import ledger
@@ -320,7 +320,7 @@ def rescore(
     timeout_s: float,
     arguments: Sequence[str],
     env: Sequence[str] = (),
-    memory: str | int = DEFAULT,
+    memory: str | int = DEFAULT_MEMORY,
 ) -> str:
     """A printable report of the reward `use` over the newest `num_steps` step files of `folder`.
 

@@ -38,8 +38,8 @@ from learner.tools.reward_trial import (
 )  # fmt: skip
 from rewards.base import RewardError
 from rewards.config import RewardConfig, adapters_of, functions_of
+from rewards.limits import DEFAULT_MEMORY
 from rewards.loader import BUILT_INS
-from rewards.memory import DEFAULT
 from rollout.config import DataConfig
 from rollout.data import hub
 from rollout.data.hub import ChatError
@@ -179,7 +179,7 @@ def _tried(asked: Asked) -> bool:
             raise TrialError("--generate: wants --config, which names the model; give it, or leave --generate out")
         generate(meant.run, cases, asked.generate, lambda line: print(line, file=sys.stderr))
     texts = Texts(meant.run.model.path, meant.data) if meant.run else Texts(None)
-    memory = asked.memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT)
+    memory = asked.memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT_MEMORY)
     found = asyncio.run(score(meant.rewards, memory, texts, cases))
     notes = [*meant.notes, *([texts.note] if texts.note else [])]
     notes += [*requests_notes(meant.rewards), *prefilled_notes(meant.rewards, texts.prefilled(cases[0]))]
@@ -253,7 +253,7 @@ def run(given: dict[str, Any]) -> int:
         _check(given)
         if given["rollouts"] is not None:
             timeout_s = SECONDS if given["timeout"] is None else given["timeout"]
-            memory = DEFAULT if given["memory"] is None else given["memory"]
+            memory = DEFAULT_MEMORY if given["memory"] is None else given["memory"]
             wanted = (timeout_s, given["arg"] or (), given["env"] or (), memory)
             print(rescore(given["reward"], given["rollouts"], given["steps"] or STEPS, *wanted))
             return 0

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rewards import gym_tasks
-from rewards.secret_values import SecretError, resolved, scrubbed
+from rewards.built_in import reasoning_gym
+from rewards.config import SecretError, resolved, scrubbed
 from rollout.config import EPISODE, OWN
 from rollout.data import files
 from rollout.data.files import DATA, FORMATS, LINES, Names, cut, is_file_name, packing_of, read_json
@@ -325,7 +325,7 @@ def _named(args: Mapping[str, Any]) -> str:
 
 def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: Names, deadline_s: float) -> list[Row]:
     try:
-        factory = gym_tasks.factory(task)
+        factory = reasoning_gym.task_factory(task)
     except ImportError as error:
         raise ProblemsError(
             f"data.path: rg:{task} needs reasoning_gym, which cannot be imported ({error}); run make setup, or "

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, FiniteFloat
 
 from cluster.config import Frozen
-from rewards.secret_values import Arguments
+from rewards.config import Arguments
 from rollout.config import Bytes
 
 ENVIRONMENT = "environment"  # the column that names the class of each problem, where trl_environment has several

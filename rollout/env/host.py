@@ -18,8 +18,7 @@ from multiprocessing import forkserver
 from typing import Any, NamedTuple, NoReturn
 
 from rewards.base import RewardError, writable
-from rewards.described import OF_ENVIRONMENTS, described
-from rewards.environment import lent
+from rewards.environment import OF_ENVIRONMENTS, described, lent
 from rewards.worker import confine
 from rollout.env.loader import (
     BadAnswer,

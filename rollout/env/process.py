@@ -23,8 +23,8 @@ from typing import Any
 from cluster.actor import within
 from cluster.files import wipe
 from cluster.machine import MARK, descendants, kill
+from rewards.config import resolved
 from rewards.environment import lent, values_of
-from rewards.secret_values import resolved
 from rollout.env import preload
 from rollout.env.config import EnvConfig
 from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, host, write

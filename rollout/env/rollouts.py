@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rewards.call import Group
-from rewards.described import OF_ENVIRONMENTS, described
+from rewards.environment import OF_ENVIRONMENTS, described
 from rewards.logged import Progress
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.engine import Engine

@@ -222,7 +222,14 @@ def test_two_runs_whose_rewards_differ_are_not_on_one_scale(run: Path, tmp_path:
     assert told.startswith("Solid: run. Dashed: other. The reward is not on one scale")
     assert "same problems" not in told  # how often is no other problem
     assert texts(driver, "#completions h2") == ["Completions of run"]
-    assert texts(driver, "#differences td") == ["data.eval.every", "—", "2", "rewards.format", "—", "use format"]
+    assert texts(driver, "#differences td") == [
+        "data.eval.every",
+        "—",
+        "2",
+        "rewards.built_in.format",
+        "—",
+        "use format",
+    ]
 
 
 @pytest.mark.parametrize(

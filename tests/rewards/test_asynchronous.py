@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards import dispatch
+from rewards import pool as dispatch
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
 from tests.rewards.pool_case import at_once, score

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards import dispatch
+from rewards import pool as dispatch
 from rewards.call import Verdict
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from rewards.built_in.unit_tests import unit_tests
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rewards.unit_tests import unit_tests
 from tests.cluster.contexts import CONTEXTS, ENTER, skip_unless_possible
 
 ROOT = Path(__file__).parents[2]
@@ -103,8 +103,8 @@ def test_one_completion_costs_itself_and_leaves_the_others_of_its_group() -> Non
 EVERYWHERE = ("an object that equals all", "frames", "every descriptor", "a module in another's place")
 DRIVER = f"""{ENTER}
 import asyncio, json, sys
-from rewards.code_process import Limits, run
-from rewards.unit_tests import unit_tests
+from rewards.code.process import Limits, run
+from rewards.built_in.unit_tests import unit_tests
 context = json.loads(sys.argv[1])
 enter(context["user"], context["namespaces"])
 async def main():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rewards.json_match import json_match
-from rewards.json_schema import json_schema
+from rewards.built_in.json_match import json_match
+from rewards.built_in.json_schema import json_schema
 
 np = pytest.importorskip("numpy")
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
@@ -50,7 +50,7 @@ SLOW = {  # schema, a text that it takes for ever with, one that it allows
 def test_a_completion_that_a_schema_takes_for_ever_with_loses_its_own_score(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rewards.json_schema._SECONDS", 0.4)
+    monkeypatch.setattr("rewards.built_in.json_schema._SECONDS", 0.4)
     schema, slow, right = SLOW[case]
     begin = time.process_time()
     found: Any = json_schema([right, *[slow] * 6, right], schema=[schema] * 8)

@@ -18,9 +18,7 @@ import pytest
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.config import RewardConfig
-from rewards.judge_client import RequestRate
-from rewards.judge_proxy import proxy_to
-from rewards.judge_settings import JudgeSettings
+from rewards.judge import JudgeSettings, RequestRate, proxy_to
 from rewards.pool import Judging, RewardPool, Scores
 
 KEY = "sk-test-0123456789abcdefghij"
@@ -229,8 +227,8 @@ async def test_requests_go_at_even_distances(monkeypatch: pytest.MonkeyPatch) ->
             await asyncio.Event().wait()  # for ever
         now += seconds
 
-    monkeypatch.setattr("rewards.judge_client.asyncio.sleep", sleep)
-    monkeypatch.setattr("rewards.judge_client.time.monotonic", lambda: now)
+    monkeypatch.setattr("rewards.judge.asyncio.sleep", sleep)
+    monkeypatch.setattr("rewards.judge.time.monotonic", lambda: now)
     rate, free = RequestRate(30), RequestRate(None)
     for _ in range(4):
         await free.wait()
@@ -255,7 +253,7 @@ def test_a_process_has_its_part_of_the_requests_a_minute(monkeypatch: pytest.Mon
             made.append(per_minute)
             super().__init__(per_minute)
 
-    monkeypatch.setattr("rewards.judge_client.RequestRate", Noted)
+    monkeypatch.setattr("rewards.judge.RequestRate", Noted)
     args = {"base_url": "http://h/v1", "model": "m", "per_minute": 40}
     RewardPool([RewardConfig(use="judge", args=args)], judged=Judging(share=0.25)).close()
     assert made == [10]

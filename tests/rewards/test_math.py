@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rewards.math import math
-from rewards.math_text import written
+from rewards.built_in.math import math, written
 
 
 def test_math_compares_by_meaning() -> None:

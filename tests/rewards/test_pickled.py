@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from rewards import function_digest, pickled
+from rewards import functions
 from rewards.base import RewardLoadError
 from rewards.call import Group, score
-from rewards.function_digest import digest
-from rewards.loader import load
-from rewards.source import source_of
+from rewards.functions import digest
+from rewards.loader import load, source_of
 
 CELL = """
 import dataclasses, functools, re
@@ -52,7 +51,7 @@ def cell(text: str) -> dict[str, Any]:
 
 
 def sent(function: Callable[..., Any], folder: Path) -> str:
-    packed = pickled.pack(function)
+    packed = functions.pack(function)
     file = folder / f"{packed.name}.pickle"
     file.write_bytes(packed.content)
     return f"{file}:{packed.name}"
@@ -133,7 +132,7 @@ def test_so_it_is_of_cached_functions_tensors_and_models(old: str, new: str) -> 
 def test_its_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Sets of texts are in another order there."""
     code = (
-        f"from rewards.function_digest import digest\n{CELL}\n{CACHED}\n"
+        f"from rewards.functions import digest\n{CELL}\n{CACHED}\n"
         "print(digest(accuracy), digest(Judge(1)), digest(even), digest(scored))"
     )
     (tmp_path / "cell.py").write_text(code)
@@ -184,16 +183,16 @@ def test_what_cannot_be_sent_is_named(unpicklable: dict[str, Any], code: str, se
     names = {"__name__": "__main__", **unpicklable}
     exec(code, names)
     with pytest.raises(RewardLoadError, match=sentence):
-        pickled.pack(names["f"])
+        functions.pack(names["f"])
 
 
 def test_what_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its digest is made, which takes several times its size."""
-    monkeypatch.setattr(pickled, "LARGEST", 2**20)
-    monkeypatch.setattr(function_digest, "digest", lambda function: pytest.fail("it was made"))
+    monkeypatch.setattr(functions, "LARGEST", 2**20)
+    monkeypatch.setattr(functions, "digest", lambda function: pytest.fail("it was made"))
     names = cell("small, table = 'x', 'x' * 2**21\ndef f(completions): return small + table")
     with pytest.raises(RewardLoadError, match="f must be at most 1 MiB .*, of them 2 MiB its variable table;"):
-        pickled.pack(names["f"])
+        functions.pack(names["f"])
 
 
 @pytest.mark.parametrize(

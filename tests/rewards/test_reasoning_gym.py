@@ -21,8 +21,8 @@ from tests.rewards.pool_case import score
 
 gym = pytest.importorskip("reasoning_gym")
 
-from rewards import forked  # noqa: E402
-from rewards.reasoning_gym import EVALUATED, is_code, reasoning_gym  # noqa: E402
+from rewards.built_in import reasoning_gym as forked  # noqa: E402
+from rewards.built_in.reasoning_gym import EVALUATED, is_code, reasoning_gym  # noqa: E402
 
 EVALUATES = {"eval", "exec", "compile", "__import__", "parse_expr", "sympify", "S", "lambdify", "parse_latex"}
 
@@ -103,7 +103,7 @@ def test_an_answer_that_is_code_changes_nothing_even_where_it_is_evaluated(
     before, had = sorted(os.listdir("/proc/self/fd")), children()
     codes = [*HOSTILE.values(), "print('noise')"]
     assert scores_of("countdown", *codes, gold_of("countdown")) == [0.0] * len(codes) + [1.0]
-    assert {scored.score for scored in forked.scores([partial(eval, code) for code in codes])} == {0.0}
+    assert {scored.score for scored in forked.forked_scores([partial(eval, code) for code in codes])} == {0.0}
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("precious", "here")]
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert capfd.readouterr() == ("", "")
@@ -173,7 +173,7 @@ def test_only_what_the_scorer_says_counts_of_a_confined_call() -> None:
         lambda: 0.25, lambda: writes(b"1.0"), lambda: writes(b'["", 1.0, "", ""]', b"\n"), ends, raises, refuses,
         lambda: writes(bytes(1 << 20)), late,
     ]  # fmt: skip
-    assert forked.scores(calls) == [
+    assert forked.forked_scores(calls) == [
         forked.Scored(0.25), died, died, died, forked.Scored(0.0, "ValueError: of the row"),
         forked.Scored(0.0, why="no"), died, forked.Scored(0.0, why="not evaluated within 2 s"),
     ]  # fmt: skip

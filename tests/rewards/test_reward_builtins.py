@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.format import format_
-from rewards.length import length
-from rewards.number import last_number, number, parse_number
-from rewards.regex import regex
+from rewards.built_in.format import format_
+from rewards.built_in.length import length
+from rewards.built_in.number import last_number, number, parse_number
+from rewards.built_in.regex import regex
 from rewards.text import opening_at_end, tagged, text_of
 
 
@@ -199,7 +199,7 @@ def test_regex_finds_or_matches_all() -> None:
 
 def test_reasoning_gym_scores_by_the_task() -> None:
     gym = pytest.importorskip("reasoning_gym")
-    from rewards.reasoning_gym import reasoning_gym
+    from rewards.built_in.reasoning_gym import reasoning_gym
 
     entry = gym.create_dataset("spell_backward", size=1, seed=1)[0]
     right = f"<answer>{entry['answer']}</answer>"

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import pytest
 
 from rewards.base import Reward
+from rewards.built_in.number import number
 from rewards.call import Group, Verdict, failed, score
 from rewards.loader import load
 from rewards.logged import NAMES
-from rewards.number import number
 
 GROUP = Group(
     ["p", "p"], ["a", "b"], [[1], [2, 3]], {"answer": ["x", "y"], "tag": ["t", "t"], "prompt": ["raw", "raw"]}

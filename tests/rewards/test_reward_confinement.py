@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rewards import environment, memory
+from rewards import environment, limits
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
@@ -117,7 +117,7 @@ def test_who_eats_memory_is_stopped_and_told_the_cap_and_its_key(reward: Any) ->
     ],
 )
 def test_which_failures_are_those_of_the_cap(error: Exception, is_ours: bool) -> None:
-    assert memory.met(error) is is_ours
+    assert limits.memory_met(error) is is_ours
 
 
 def _raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -139,7 +139,7 @@ def _raised(error: BaseException, cause: BaseException | None = None) -> BaseExc
     ],
 )
 def test_which_failures_may_be_those_of_what_others_left(error: BaseException, spent: bool) -> None:
-    assert memory.spent(error) is spent
+    assert limits.memory_spent(error) is spent
 
 
 LEAKS = """

@@ -19,7 +19,7 @@ def test_module_and_relative_file_load(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def one(completions): return [1.0]")
     assert load("mine.py:one")(completions=[""]) == [1.0]
-    assert load("rewards.regex:regex") is load("regex")
+    assert load("rewards.built_in.regex:regex") is load("regex")
 
 
 def test_each_file_gets_its_own_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.config import RewardConfig
-from rewards.secret_values import MASK, SecretError, masked, resolved, scrubbed
+from rewards.config import (
+    MASK,
+    RewardConfig,
+    SecretError,
+    masked,
+    resolved,
+    scrubbed,
+)
 
 HF = "hf_" + "a1B2" * 8
 

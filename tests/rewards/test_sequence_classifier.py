@@ -17,10 +17,15 @@ from examples.random_model import make_tiny_model, make_tokenizer
 from learner.config import ModelConfig, RunConfig
 from learner.driver.machine_checks import classifier_notes
 from rewards.base import RewardError
+from rewards.built_in.sequence_classifier import (
+    _encoded,
+    _load,
+    prepare,
+    sequence_classifier,
+)
 from rewards.call import Group, Verdict, score
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rewards.sequence_classifier import _encoded, _load, prepare, sequence_classifier
 from rollout.config import DataConfig, RolloutConfig
 from tests.rollout.data.test_weight_names import Change, changed, having, without
 

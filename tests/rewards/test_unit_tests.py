@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rewards.built_in.unit_tests import late
 from rewards.call import Group, score
 from rewards.loader import load
-from rewards.unit_tests import late
 
 TESTS = ["assert sq(2) == 4", "assert sq(3) == 9"]
 RIGHT = "def sq(x):\n    return x * x"
@@ -188,7 +188,7 @@ def test_a_process_that_cannot_be_started_is_no_answers_fault(monkeypatch: pytes
     verdict = score(load("unit_tests"), group, {"parallel": 1}, built_in=True)
     assert (verdict.status, verdict.values[0], verdict.values[2]) == ("nan", 1.0, 1.0)
     assert "first sample 1: it was not run: [Errno 28] No space left on device" in verdict.problem
-    monkeypatch.setattr("rewards.unit_tests._PROGRAM", "rewards.no_such_program")
+    monkeypatch.setattr("rewards.built_in.unit_tests._PROGRAM", "rewards.no_such_program")
     verdict = score(load("unit_tests"), group, {}, built_in=True)
     assert "it was not run: the process of the tests failed: " in verdict.problem
     assert "No module named 'rewards.no_such_program'" in verdict.problem

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rewards.call import Group
+from rewards.check import withheld_notes
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-from rewards.withheld import withheld_notes
 
 HERE = {
     "OPENAI_BASE_URL": "http://127.0.0.1:9", "AZURE_OPENAI_ENDPOINT": "x", "OLLAMA_HOST": "x", "https_proxy": "x",

@@ -10,8 +10,7 @@ import pytest
 from cluster.actor import Actor, Local
 from rewards.base import RewardFailed
 from rewards.call import Group
-from rewards.pool import Scores
-from rewards.service import RewardService
+from rewards.pool import RewardService, Scores
 from rollout.scorer import RewardProcesses, SharedScorer
 
 GROUP = Group(["2 + 2 ="] * 2, ["4", "5"], [[1], [2]], {"gold": [4, 4]})

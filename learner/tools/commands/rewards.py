@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from learner.tools.arguments import epilog, positive
-from rewards.memory import DEFAULT, GIB
+from rewards.limits import DEFAULT_MEMORY, GIB
 
 TRY_EPILOG = epilog(
     "gleaner rewards try --config my.yaml",
@@ -69,7 +69,7 @@ Env = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help=f"The most that it may hold; else as --config, or {DEFAULT // GIB}GiB."),
+    typer.Option(metavar="SIZE", help=f"The most that it may hold; else as --config, or {DEFAULT_MEMORY // GIB}GiB."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="On data: all of it as an object.")]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rewards.reasoning_gym import reasoning_gym
+from rewards.built_in.reasoning_gym import reasoning_gym
 from rewards.text import check_tag, tagged
 from rollout.env.protocol import Start, Step, Turn, own_messages
 from rollout.schema import Problem
@@ -17,7 +17,8 @@ class SecondTry:
     """
 
     def __init__(self, tries: int = 2, discount: float = 0.5, strict: bool = True, tag: str = "answer") -> None:
-        """`strict`: only a full score counts, see rewards.reasoning_gym. Raises ValueError for what makes no sense."""
+        """`strict`: only a full score counts, see rewards.built_in.reasoning_gym. Raises ValueError for what makes no
+        sense."""
         if tries < 1:
             raise ValueError(f"env.args: tries must be >= 1, got {tries}")
         if not 0 <= discount <= 1:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.actor import within
 from rewards.base import said
-from rewards.described import OF_ENVIRONMENTS, described
+from rewards.environment import OF_ENVIRONMENTS, described
 from rollout.env.protocol import Message, Step, ToolCall, ToolSpec, Turn, as_text
 from rollout.env.tools.parser import MAX_NAME
 

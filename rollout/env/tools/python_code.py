@@ -1,6 +1,6 @@
-"""Python as a tool: code runs in a process of its own, and what it prints is the answer (rewards.code_process)."""
+"""Python as a tool: code runs in a process of its own, and what it prints is the answer (rewards.code.process)."""
 
-from rewards.code_process import Limits, run
+from rewards.code.process import Limits, run
 
 CHARACTERS = 3800  # with how it ended fewer than an answer may have (PythonTools), which would be cut at its end
 

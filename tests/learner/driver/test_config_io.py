@@ -17,7 +17,7 @@ from learner.config.load import (
     parse_value,
     to_yaml,
 )
-from rewards.secret_values import masked
+from rewards.config import masked
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: a}, {use: b, weight: 2}]"]
 

@@ -9,7 +9,7 @@ import pytest
 from learner.config import RunConfig
 from learner.driver import identity
 from learner.driver.identity import Fingerprints, differing, fingerprints_of
-from rewards.source import source_of
+from rewards.loader import source_of
 from tests import hub_cache
 
 

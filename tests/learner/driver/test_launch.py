@@ -31,8 +31,7 @@ from learner.driver.roles import (
     worker_spec,
 )
 from rewards.config import functions_of
-from rewards.pool import Judging
-from rewards.service import RewardServer
+from rewards.pool import Judging, RewardServer
 from rollout.scorer import RewardProcesses
 from rollout.types import Sampling, group_seed
 from tests.learner import naive

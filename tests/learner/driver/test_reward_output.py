@@ -9,7 +9,7 @@ from learner.driver import console
 from learner.driver.console import RewardOutput
 from rewards.call import Group
 from rewards.config import RewardConfig
-from rewards.output import NAME
+from rewards.limits import NAME
 from rewards.pool import RewardPool
 
 

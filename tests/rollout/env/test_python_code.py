@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.code_process import Limits, run
+from rewards.code.process import Limits, run
 from rollout.env.protocol import ToolCall, Turn
 from rollout.env.tools.python_code import python
 from rollout.env.tools.python_tools import PythonTools
@@ -149,7 +149,7 @@ async def test_what_is_read_of_the_code_is_what_it_printed_and_nothing_is_left(
 
 async def test_its_files_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("rewards.code_process.FILES", 20)
+    monkeypatch.setattr("rewards.code.process.FILES", 20)
     told = await run("i = 0\nwhile True:\n    open(str(i), 'w').close()\n    i += 1", TIGHT)
     assert told == "error: stopped, since its files took more than 4 MiB or were more than 20"
     told = await run("i = 0\nwhile True:\n    open(str(i), 'wb').write(bytes(10**6))\n    i += 1", TIGHT)

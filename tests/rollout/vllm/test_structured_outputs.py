@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from examples.random_model import make_tiny_model
-from rewards.json_schema import json_schema
+from rewards.built_in.json_schema import json_schema
 from rollout.config import StructuredOutputs
 from rollout.data.chat import Chat
 from rollout.types import Completion, Sampling

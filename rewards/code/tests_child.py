@@ -1,9 +1,9 @@
-"""Unit tests and the answer that they are of, in a process each: what rewards.unit_tests starts.
+"""Unit tests and the answer that they are of, in a process each: what rewards.built_in.unit_tests starts.
 
 The first process forks the second before it has read anything. The second runs the answer and never has the tests: it
-is asked for names, calls, attributes and so on (rewards.exchange). The first runs the tests, in an interpreter in which
-no line of the answer ever ran, with names that lead to the answer's; it compares, and says what passed. So an answer
-decides what its own calls return, and nothing else, and it does not know what is expected.
+is asked for names, calls, attributes and so on (rewards.code.exchange). The first runs the tests, in an interpreter in
+which no line of the answer ever ran, with names that lead to the answer's; it compares, and says what passed. So an
+answer decides what its own calls return, and nothing else, and it does not know what is expected.
 
 Both confine themselves. The first is given JSON on its standard input, the fields of `_Task`, and writes two lines
 of JSON: before the answer begins what that can do, since this kernel lacks a wall; and then `passed`, how many tests
@@ -23,9 +23,9 @@ import signal
 import sys
 
 from cluster.confinement import confine, missed
-from rewards.deadline import Late, within
-from rewards.exchange import Gone, Peer
-from rewards.stand_ins import TESTS, NotHanded, shown_of
+from rewards.code.exchange import Gone, Peer
+from rewards.code.stand_ins import TESTS, NotHanded, shown_of
+from rewards.limits import Late, within
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -3,7 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rewards.json_text import NoJson, as_json, gold_json, json_of, without_nulls
+from rewards.built_in.json_text import (
+    NoJson,
+    as_json,
+    gold_json,
+    json_of,
+    without_nulls,
+)
 from rewards.text import check_tag, column_of, text_of
 
 Path = tuple[str | int, ...]

@@ -29,7 +29,7 @@ from cluster.files import abandoned, locked, wipe
 
 log = logging.getLogger("rewards")
 
-PROGRAM = "rewards.code_child"
+PROGRAM = "rewards.code.child"
 FILES, FILES_BYTES = 1000, 4  # in its folder, and how many times file_bytes they may take together
 LOOK_S = 0.2  # between looks at that folder: the kernel counts what is in no folder
 _PREFIX = "python-tool-"

@@ -1,6 +1,6 @@
 """What runs a policy's Python code: a program of its own, in a fresh interpreter that confines itself first.
 
-It is started by rewards.code_process with the code on its standard input, and loads as little as it can, since a
+It is started by rewards.code.process with the code on its standard input, and loads as little as it can, since a
 trajectory waits for it.
 """
 

@@ -10,8 +10,13 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
 from rewards.base import Zeroed
-from rewards.deadline import Late, Patience
-from rewards.json_text import NoJson, as_json, gold_json, json_of
+from rewards.built_in.json_text import (
+    NoJson,
+    as_json,
+    gold_json,
+    json_of,
+)
+from rewards.limits import Late, Patience
 from rewards.text import check_tag, column_of, text_of
 
 # Imported with this module, which only the loader imports: what that takes must not count against the deadline.

@@ -1,4 +1,4 @@
-"""Stand-ins for objects of another process, and how far their word is taken (rewards.exchange).
+"""Stand-ins for objects of another process, and how far their word is taken (rewards.code.exchange).
 
 A stand-in's class has the operators of the object's class. Where that is derived from a plain type, int or tuple, say,
 and says nothing of its own, the operator works on the plain value, here. All else is asked for there. The side of the
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from rewards.exchange import Values
+    from rewards.code.exchange import Values
 
 TESTS = "tests"  # the module of the classes that tests define
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -1,24 +1,50 @@
-"""Does the code that was written pass its unit tests? Code and tests run in a process each (rewards.tests_child)."""
+"""The fenced blocks of a Markdown text, as CommonMark has them."""
 
 import ast
 import asyncio
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from markdown_it import MarkdownIt
+
 from rewards.base import Zeroed
-from rewards.code_process import Limits, outcome_of
-from rewards.described import LONGEST
-from rewards.fenced import fenced
+from rewards.code.process import Limits, outcome_of
+from rewards.environment import LONGEST
 from rewards.text import column_of, text_of
+
+_LANGUAGE = re.compile(r"[{.]*([\w+#-]+)")  # `python`, `{python}`, `{.python .numberLines}`, `python:file.py`
+_MARKDOWN = MarkdownIt("commonmark")
+_MARKDOWN.core.ruler.disable("inline")  # no block begins within a line
+_MARKDOWN.block.ruler.disable("html_block")  # which <answer> or </think> alone on a line would begin
+
+
+def fenced(text: str) -> Iterator[tuple[str, str]]:
+    """(language in lower case, '' without one; content) of each block; one that nothing closes goes on to the end of
+    the text, or of the list item that it stands in."""
+    for token in _MARKDOWN.parse(text):
+        if token.type == "fence":
+            info = token.info.strip()
+            language = _LANGUAGE.match(info)
+            yield (language[1] if language else info).lower(), _to_the_margin(token.content)
+
+
+def _to_the_margin(block: str) -> str:
+    """Dedented if its first line is indented: dedent also empties lines of spaces, which texts in the code may have."""
+    return textwrap.dedent(block) if block.lstrip("\n")[:1] in (" ", "\t") else block
+
+
+# Does the code that was written pass its unit tests? Code and tests run in a process each (rewards.code.tests_child).
 
 log = logging.getLogger("rewards")
 
 SECONDS, PARALLEL = 4.0, 4
 _START_S = 10.0  # for the process of the tests, which keeps the deadline itself, to start on a busy machine
-_PROGRAM = "rewards.tests_child"
+_PROGRAM = "rewards.code.tests_child"
 _PYTHON = ("py", "py3", "python", "python3")
 _CONSTANT = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator,
              ast.expr_context)  # fmt: skip
@@ -40,11 +66,12 @@ async def unit_tests(
 ) -> list[float]:
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
 
-    The code is the last block that is fenced as Python (rewards.fenced); if there is none the last fenced without a
-    language, else the whole text. Code that raises, is late, ends its process or takes too much memory passes no test,
-    and costs no other completion anything. Tests run in another process than the code, with Python's own built-ins and
-    modules, and of what the code returns they get the plain value: it does not know what is expected. What an operator
-    of its own class says of a value of the test (`==`, or `-` as a number) is not trusted: such a test does not pass.
+    The code is the last block that is fenced as Python (rewards.built_in.unit_tests); if there is none the last fenced
+    without a language, else the whole text. Code that raises, is late, ends its process or takes too much memory passes
+    no test, and costs no other completion anything. Tests run in another process than the code, with Python's own
+    built-ins and modules, and of what the code returns they get the plain value: it does not know what is expected.
+    What an operator of its own class says of a value of the test (`==`, or `-` as a number) is not trusted: such a test
+    does not pass.
 
     Args:
         column: of the tests: a text, or a list of them, each run by itself, as in MBPP; empty ones are left out.

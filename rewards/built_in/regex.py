@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.base import Zeroed
-from rewards.deadline import Late, Patience
+from rewards.limits import Late, Patience
 from rewards.text import text_of
 
 _SECONDS = 1.0  # for one completion

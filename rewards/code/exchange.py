@@ -1,11 +1,11 @@
-"""What two processes hand each other of which one runs unit tests and the other the answer (rewards.tests_child).
+"""What two processes hand each other of which one runs unit tests and the other the answer (rewards.code.tests_child).
 
 Plain values are copied, by their exact types. All else is referred to: the other side has a stand-in for it, whose
 calls, attributes and operators come back as questions. What a call changes in the lists, dictionaries and the like that
 it was given is copied back, so that both sides see the same.
 
 The side of the tests is `guarded`: of the other it takes nothing but values, and it shows what a test hands over only
-as far as an answer needs it (rewards.stand_ins).
+as far as an answer needs it (rewards.code.stand_ins).
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import sys
 import threading
 import types
 
-from rewards.stand_ins import NotHanded, Remote, Untrusted, awaited, facts_of, kind_of, may_be_shown, state_of
+from rewards.code.stand_ins import (
+    NotHanded,
+    Remote,
+    Untrusted,
+    awaited,
+    facts_of,
+    kind_of,
+    may_be_shown,
+    state_of,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
