@@ -96,11 +96,11 @@ async def test_who_gets_on_has_all_of_it_again(monkeypatch: pytest.MonkeyPatch) 
 # deadline is over as it wakes.
 WAITS = """
 import asyncio, sys, uvloop
-from cluster import deadline
-deadline.LOOK_S, deadline.LATE_S = 0.05, 0.1
+from cluster import actor
+actor.LOOK_S, actor.LATE_S = 0.05, 0.1
 
 async def run():
-    async with deadline.within(0.3) as limit:
+    async with actor.within(0.3) as limit:
         print("waits", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     print("answered", limit.stood_still(), flush=True)

@@ -170,9 +170,9 @@ def test_sigterm_to_all_processes_ends_the_run_which_can_go_on(tmp_path: Path, m
 WITH_STAND_INS = """
 import sys
 from learner import main
-from learner.driver import processes
+from learner.driver import roles
 from tests.flow import stand_ins
-processes.RolloutWorker, processes.make_trainer = stand_ins.Sleeper, stand_ins.refuse
+roles.RolloutWorker, roles.make_trainer = stand_ins.Sleeper, stand_ins.refuse
 sys.exit(main.main(sys.argv[1:]))
 """
 

@@ -7,11 +7,11 @@ import pytest
 
 ONE = """
 import sys
-from rewards import gym_tasks
-made = gym_tasks.factory("chain_sum").create_dataset("chain_sum", size=1, seed=1)[0]
+from rewards.built_in import reasoning_gym
+made = reasoning_gym.task_factory("chain_sum").create_dataset("chain_sum", size=1, seed=1)[0]
 assert made["metadata"]["source_dataset"] == "chain_sum"
 print({"matplotlib", "sympy"} & set(sys.modules))
-assert gym_tasks.factory("no_such_task") is gym_tasks.factory("chain_sum")
+assert reasoning_gym.task_factory("no_such_task") is reasoning_gym.task_factory("chain_sum")
 import reasoning_gym
 from reasoning_gym import algorithmic
 assert reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0] == made

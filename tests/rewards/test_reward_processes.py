@@ -201,13 +201,13 @@ def test_workers_die_with_a_killed_driver(rewards_file: OneOf, tmp_path: Path) -
 
 SCORES = """
 import asyncio, sys
-from cluster import deadline
+from cluster import actor
 from rewards.call import Group
 import psutil
 
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
-deadline.LOOK_S, deadline.LATE_S = 0.05, 0.2
+actor.LOOK_S, actor.LATE_S = 0.05, 0.2
 
 async def score():
     rewards = [RewardConfig(use=f"{sys.argv[1]}:{name}", timeout_s=1) for name in ("plain", "awaits")]

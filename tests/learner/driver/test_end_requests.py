@@ -23,7 +23,7 @@ from tests.flow.run import wait_until
 # what it is, and how many signals it hears before it finishes the step.
 PROCESS = """
 import asyncio, signal, sys, time
-from learner.driver import end_requests
+from learner.driver import process
 
 def say(words):
     print(words, flush=True)
@@ -37,16 +37,16 @@ async def run():
         told()
         await asyncio.sleep(0)
         if line == "begun":
-            end_requests.cancelled("before the run began")
+            process.end_by_cancelling("before the run began")
     stop = asyncio.Event()
-    end_requests.stopped(stop, say)
+    process.end_by_stopping(stop, say)
     say("training")
     await stop.wait()
-    while len(end_requests._STATE.heard) < int(sys.argv[3]):
+    while len(process._STATE.heard) < int(sys.argv[3]):
         await asyncio.sleep(0.01)
     say("finishing the step")
     await asyncio.to_thread(told)
-    end_requests.unheard()
+    process.end_unheard()
     say("closing")
     told()
     return "done"
@@ -58,7 +58,7 @@ class Swallows:
 
 def main():
     try:
-        with end_requests.interrupting():
+        with process.interrupting():
             try:
                 said = sys.argv[2]
                 if said == "swallowed":
@@ -75,9 +75,9 @@ def main():
     say("ended")
     told()
 
-end_requests.TWICE_S = float(sys.argv[1])
+process.TWICE_S = float(sys.argv[1])
 if sys.argv[2] == "a command":
-    end_requests.command()
+    process.end_as_command()
 main()
 """
 
@@ -141,8 +141,8 @@ def started(twice_s: float = 0.0, how: str = "", ignored: Sequence[Signals] = ()
 LEFT = """
 import multiprocessing, os
 from multiprocessing import shared_memory
-from learner.driver import end_requests
-end_requests.command()
+from learner.driver import process
+process.end_as_command()
 locks = [multiprocessing.get_context("spawn").Semaphore(), multiprocessing.get_context("forkserver").Lock()]
 block = shared_memory.SharedMemory(create=True, size=64)
 print(*("sem." + lock._semlock.name.strip("/") for lock in locks), block.name, flush=True)

@@ -16,8 +16,8 @@ from cluster import files
 
 HOLD = """
 import pathlib, sys, time
-from learner.driver import run_lock
-with run_lock.held(pathlib.Path(sys.argv[1])):
+from cluster import files
+with files.lock_held(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -34,14 +34,14 @@ with held(Path(sys.argv[1])):
 """
 RACE = """
 import pathlib, sys
-from learner.driver import run_lock
+from cluster import files
 folder, inside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 for _ in range(200):
     try:
-        with run_lock.held(folder):
+        with files.lock_held(folder):
             inside.mkdir()  # fails if another is in
             inside.rmdir()
-    except run_lock.RunFolderInUse:
+    except files.RunFolderInUse:
         pass
 print("whole")
 """

@@ -18,17 +18,17 @@ import pytest
 # child. Opens a file first, which must not get a standard descriptor's number.
 SPEAKER = """
 import os, subprocess, sys
-from learner.driver import standard_streams
-standard_streams.last()
+from learner.driver import process
+process.keep_streams()
 with open(sys.argv[1] + "/other", "w") as other:
     for place, when in enumerate(("early", "late", "by a child")):
         if place == 1:
-            standard_streams.kept_in(__import__("pathlib").Path(sys.argv[1], sys.argv[2]))
+            process.streams_kept_in(__import__("pathlib").Path(sys.argv[1], sys.argv[2]))
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             words = f"{number} {when} " + "x" * int(sys.argv[3])
             print(words, file=stream, flush=True) if place < 2 else subprocess.run(["echo", words], stdout=number)
     other.write(f"{other.fileno()} {sys.stdin is None or sys.stdin.read()}")
-code = standard_streams.outcome(int(sys.argv[4]))
+code = process.streams_outcome(int(sys.argv[4]))
 with open(sys.argv[1] + "/code", "w") as file:
     file.write(str(code))
 os._exit(code)
