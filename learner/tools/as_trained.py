@@ -15,8 +15,8 @@ from typing import Any
 from cluster.files import writing
 from learner.config import RunConfig
 from rollout.architecture import text_of
-from rollout.data.chat import Chat, ChatError
-from rollout.data.hub import read_json
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError, read_json
 from rollout.data.observation import USER
 
 GENERATION = "generation_config.json"

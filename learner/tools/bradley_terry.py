@@ -22,8 +22,9 @@ from learner.model.policy import Policy
 from learner.trainer.memory_limit import OutOfMemory, TokenBudget
 from learner.trainer.optimizer import Updater
 from rollout.data import sources
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
 from rollout.data.files import Names, Row
+from rollout.data.hub import ChatError
 from rollout.data.observation import MARKER, USER
 
 # Preference pairs for a reward model: rows of prompt, chosen and rejected, in TRL's preference format, as token ids.

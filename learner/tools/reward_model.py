@@ -25,8 +25,9 @@ from learner.tools.bradley_terry import (
     read_pairs,
 )
 from rollout.data import hub
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
 from rollout.data.files import ProblemsError
+from rollout.data.hub import ChatError
 from rollout.data.weight_files import WeightsError
 from rollout.data.weight_names import check_model
 

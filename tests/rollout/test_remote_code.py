@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from examples.random_model import make_tokenizer
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
 

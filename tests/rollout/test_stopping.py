@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError
 
 
 @pytest.fixture(scope="module")

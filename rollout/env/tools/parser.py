@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rewards.base import said
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError
 from rollout.data.observation import USER
 from rollout.env.protocol import DEEPEST, ToolCall, ToolSpec, as_text, is_text, too_deep
 

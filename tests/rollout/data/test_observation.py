@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError
 from rollout.data.observation import UnclosedTurn
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-arithmetic"

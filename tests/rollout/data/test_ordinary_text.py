@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from rollout.data.chat import Chat, ChatError
+from rollout.data.chat import Chat
+from rollout.data.hub import ChatError
 from rollout.data.ordinary_text import OwnText
 
 SPECIAL = ["<|start|>", "<|stop|>", "<pad>"]
