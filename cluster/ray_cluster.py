@@ -19,15 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 from cluster import machine
 from cluster.actor import DeadlineExceeded, S, within
 from cluster.placement import PlacementError, Role, check, pack, waiting
-from cluster.prestart import setup
 from cluster.ray_actor import ExitReasons, Host, Remote, in_one_line
 from cluster.ray_private import (
     RayProcesses,
     RuntimeFolder,
+    behind_doors,
     check_doors,
     close_doors,
     job_config,
-    short_start,
     system_config,
 )
 
@@ -255,9 +254,8 @@ ROLE_ENV = PICKLED_TABLES | {
 class Session:
     """A connection to a Ray cluster and what this run has put on it."""
 
-    def __init__(self, mode: str, folder: RuntimeFolder | None, commands: Mapping[str, str] | None = None) -> None:
+    def __init__(self, mode: str, folder: RuntimeFolder | None) -> None:
         self.mode = mode  # local | joined
-        self._commands = commands or {}
         self._folder = folder
         # Temporary files of roles lie in the private cluster's folder, which is removed even if a role is killed.
         self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
@@ -327,10 +325,7 @@ class Session:
         return remote
 
     def _runtime_env(self, role: Role, env: Mapping[str, str]) -> dict[str, Any]:
-        wanted: dict[str, Any] = {"env_vars": {**role_env(role, env), **self._role_env}}
-        if role.name in self._commands:
-            wanted["py_executable"] = self._commands[role.name]
-        return wanted
+        return {"env_vars": {**role_env(role, env), **self._role_env}}
 
     async def release(self) -> None:
         """Kills what this run started and gives its room back."""
@@ -381,11 +376,9 @@ def connect(
     min_cpus: float,
     policy_bytes: int = 0,
     shows_metrics: bool = False,
-    commands: Mapping[str, str] | None = None,
 ) -> Session:
     """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`, with an object
-    store for policies of that many bytes. shows_metrics: the page that Prometheus reads is wanted. commands: of the
-    workers of roles that are prestarted (cluster.prestart).
+    store for policies of that many bytes. shows_metrics: the page that Prometheus reads is wanted.
 
     Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
     """
@@ -394,7 +387,7 @@ def connect(
     if not _on_terminal():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # else it colours what its processes say in files, too
     with _sigterm_as_before():
-        return _connected(address, min_cpus, policy_bytes, shows_metrics, commands)
+        return _connected(address, min_cpus, policy_bytes, shows_metrics)
 
 
 def _on_terminal() -> bool:
@@ -416,9 +409,7 @@ def _sigterm_as_before() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _connected(
-    address: str, min_cpus: float, policy_bytes: int, shows_metrics: bool, commands: Mapping[str, str] | None
-) -> Session:
+def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: bool) -> Session:
     if joins(address):
         _join(address)
         if shows_metrics:
@@ -429,7 +420,7 @@ def _connected(
 
     folder = RuntimeFolder()
     try:
-        with short_start(Path(setup.__file__)):
+        with behind_doors():
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -445,7 +436,7 @@ def _connected(
         folder.remove()
         raise
     check_doors(ray)
-    return Session("local", folder, commands)
+    return Session("local", folder)
 
 
 def _join(address: str) -> None:

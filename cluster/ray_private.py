@@ -13,7 +13,6 @@ import secrets
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,6 @@ from cluster.actor import ClusterLost
 from cluster.files import abandoned, locked
 from cluster.own_path import entries
 from cluster.placement import PlacementError
-from cluster.prestart.worker import leave_to_the_driver
 
 # The folder of a private Ray cluster: closed to other users, and removed after a driver that was killed before it
 # could.
@@ -79,7 +77,9 @@ class RuntimeFolder:
             self._lock = None
 
 
-REGISTER_S, LOOK_S = 20.0, 0.02  # for which a node's entry is waited for, and between two looks
+# What schedulers send to all processes of a job as a warning, or a terminal as it vanishes: the driver ends the run,
+# and needs the others for its last step. Not SIGTERM, by which Ray and reward processes end what they have started.
+FOR_THE_DRIVER = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logging.getLogger("cluster")
 
@@ -113,13 +113,12 @@ def system_config(shows_metrics: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def short_start(setup: Path) -> Iterator[None]:
-    """Inside this block Ray starts neither autoscaler nor API server, goes on as soon as its node is there, has its
-    workers started by `setup`, and its agent listens at a port of its own. ray.init has no arguments for that.
+def behind_doors() -> Iterator[None]:
+    """Inside this block Ray starts its processes in groups of their own, neither autoscaler nor API server, and an
+    agent that listens at a port of its own. ray.init has no arguments for that.
 
-    The autoscaler's monitor asks a cloud for more nodes, which one machine has not: it takes half a second of a core,
-    and Ray's end waits for it for a second. The API server is what `ray list` and `ray job` ask: Ray waits until it is
-    there, two thirds of a second of a core. For its node Ray waits in whole seconds, two or three of them.
+    The autoscaler shows its metrics at a port, and the API server what `ray list` and `ray job` ask, without the token.
+
     A signal to the driver's process group (`timeout 2h` sends one) is for the driver alone: Ray's processes would end
     beside it, and not whole. So each has a group of its own; and as some signals are sent to all processes of a job, it
     ignores FOR_THE_DRIVER, as do its workers. A start that fails, or that SIGTERM cuts short, ends them.
@@ -135,27 +134,25 @@ def short_start(setup: Path) -> Iterator[None]:
 
         return popen(command, preexec_fn=begin, process_group=0, **options)
 
-    monitor, server, processes = Node.start_monitor, Node.start_api_server, Node.start_ray_processes
-    found, popen = services.get_node, services.ConsolePopen
+    monitor, server = Node.start_monitor, Node.start_api_server
+    processes, popen = Node.start_ray_processes, services.ConsolePopen
     started: list[Node] = []
 
-    def node_as_it_comes(gcs_address: str, node_id: str) -> Any:
-        _until_registered(gcs_address, node_id)
-        return found(gcs_address, node_id)
+    def without_monitor(node: Node) -> None:
+        pass
 
     def without_server(node: Node, **options: Any) -> None:
         node._webui_url = ""  # as where it shows no dashboard
 
-    def with_setup(node: Node) -> None:
+    def at_a_free_port(node: Node) -> None:
         params: RayParams = node._ray_params
-        params.setup_worker_path = str(setup)
         params.dashboard_agent_listen_port = 0  # any that is free; Ray's 52365 goes to one cluster alone
         started.append(node)
         processes(node)
 
-    Node.start_monitor, Node.start_api_server = _nothing, without_server  # type: ignore[method-assign,assignment]
-    Node.start_ray_processes = with_setup  # type: ignore[method-assign]
-    services.get_node = node_as_it_comes
+    Node.start_monitor = without_monitor  # type: ignore[method-assign]
+    Node.start_api_server = without_server  # type: ignore[method-assign,assignment]
+    Node.start_ray_processes = at_a_free_port  # type: ignore[method-assign]
     services.ConsolePopen = console_popen  # type: ignore[assignment,misc]
     try:
         yield
@@ -166,7 +163,13 @@ def short_start(setup: Path) -> Iterator[None]:
     finally:
         Node.start_monitor, Node.start_api_server = monitor, server  # type: ignore[method-assign]
         Node.start_ray_processes = processes  # type: ignore[method-assign]
-        services.get_node, services.ConsolePopen = found, popen  # type: ignore[misc]
+        services.ConsolePopen = popen  # type: ignore[misc]
+
+
+def leave_to_the_driver() -> None:
+    """This process ignores FOR_THE_DRIVER, and so do all that it starts."""
+    for number in FOR_THE_DRIVER:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def job_config() -> Any:
@@ -187,23 +190,6 @@ def end_at_once(node: Any) -> None:
         with suppress(ProcessLookupError):  # nothing of that group is left
             os.killpg(process.pid, signal.SIGKILL)
     node.kill_all_processes(check_alive=False)
-
-
-def _nothing(node: Any) -> None:
-    pass
-
-
-def _until_registered(gcs_address: str, node_id: str) -> None:
-    """Returns too late rather than never: who asked then waits, or says why there is no node."""
-    from ray._private.services import _get_gcs_client_options
-    from ray._private.state import GlobalState
-
-    state, deadline = GlobalState(), time.monotonic() + REGISTER_S
-    state._initialize_global_state(_get_gcs_client_options(gcs_address))
-    while time.monotonic() < deadline:
-        if any(node["NodeID"] == node_id for node in state.node_table()):
-            return
-        time.sleep(LOOK_S)
 
 
 def check_doors(ray: Any) -> None:

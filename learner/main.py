@@ -128,18 +128,16 @@ def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:
 
 def _train(config: "RunConfig") -> int:
     from learner.driver.preflight import look
-    from learner.driver.prestart import prestarted
 
     process.streams_are_commentary()
     first = look(config)
     if first.wrong:
         first.finish()
-    with prestarted(config) as early:
-        from cluster import files  # a second, in which the others import, too
-        from learner.driver import launch, preflight
+    from cluster import files
+    from learner.driver import launch, preflight
 
-        with files.lock_held(first.config.run_dir):
-            return asyncio.run(launch.run(preflight.prepare_rest(first), early.commands))
+    with files.lock_held(first.config.run_dir):
+        return asyncio.run(launch.run(preflight.prepare_rest(first)))
 
 
 def _fail(error: BaseException) -> int:

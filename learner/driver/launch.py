@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,11 +46,8 @@ CLOSE_S = 20.0
 NOT_BEGUN = "before the run began"  # of a CancelledError
 
 
-async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
-    """The exit code, once all steps are done or the run was asked to stop. Raises what ended it otherwise.
-
-    commands: of the workers of roles that are prestarted.
-    """
+async def run(prepared: Prepared) -> int:
+    """The exit code, once all steps are done or the run was asked to stop. Raises what ended it otherwise."""
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
     with Progress(prepared.total_steps, prepared.config.kv_dtype) as progress:
@@ -75,7 +72,7 @@ async def run(prepared: Prepared, commands: Mapping[str, str]) -> int:
         cpus = sum(role.cpus for role in roles(config))
         metered = PROMETHEUS in config.trackers
         stored = stored_bytes(config, prepared.budgets.policy_bytes)
-        session = connect(config.cluster.address, cpus, stored, metered, commands)
+        session = connect(config.cluster.address, cpus, stored, metered)
         process.end_by_cancelling(NOT_BEGUN)
         phases.until_now("Ray")
         restarts, stop = Restarts(prepared, progress.note), asyncio.Event()

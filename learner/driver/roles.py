@@ -8,7 +8,6 @@ import logging
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets
 from learner.driver.preflight import Prepared
 from learner.driver.record import read_policies
-from learner.model.base import has_4_bit_layers, left_out, quiet
 from learner.ranks.ranks import Ranks, RankService, Regroup, meet
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, classifier_of, functions_of
@@ -143,7 +141,6 @@ def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = 
     config, budgets = prepared.config, prepared.budgets
     settled = config.model_copy(update={"learner": budgets.learner})
     wanted = [settled, prepared.total_steps, budgets.learner_bytes]
-    # Without a card that of a generator: so what both import can be imported once (learner.driver.prestart).
     env = ALLOCATOR if config.cluster.gpus.learner > 0 else required_env(cuda=False)
     first, *others = learner_roles(config)
     if not others:
@@ -248,8 +245,8 @@ def make_trainer(
     """The learner, built in its own process; `memory_bytes` is the most that it may hold, `base` the generator's. With
     several cluster.learners it does the work of all, to the same bits."""
     _settle_logs()
-    with _imports(config):
-        from learner.trainer.trainer import Trainer
+    from learner.trainer.trainer import Trainer
+
     if config.cluster.gpus.learner == 0:
         settle_products(config.run_dir)
     return _built(partial(Trainer, base=base), config, total_steps, memory_bytes)
@@ -259,9 +256,9 @@ def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, ran
     """One of cluster.learners, likewise."""
     _settle_logs(rank)
     sharded = config.memory.base == "sharded"
-    with _imports(config):
-        from learner.ranks.group import Group
-        from learner.ranks.rank import RankTrainer, ShardedRank
+    from learner.ranks.group import Group
+    from learner.ranks.rank import RankTrainer, ShardedRank
+
     if config.cluster.gpus.learner == 0 and rank == 0:  # the others take its choice
         settle_products(config.run_dir)
     group = Group(rank, config.cluster.learners, _device(config), sharded=sharded)
@@ -269,7 +266,8 @@ def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, ran
 
 
 def _settle_logs(rank: int = 0) -> None:
-    quiet()
+    # peft imports it, and on a CPU it advises an optional 4-bit kernel, which nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if rank == 0:
         log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
 
@@ -290,11 +288,6 @@ def _built(kind: Callable[..., Trainer], config: RunConfig, total_steps: int, me
 
 def _device(config: RunConfig) -> str:
     return "cuda" if config.cluster.gpus.learner > 0 else "cpu"
-
-
-def _imports(config: RunConfig) -> AbstractContextManager[None]:
-    """For the import of the trainer."""
-    return nullcontext() if has_4_bit_layers(config.model) else left_out()
 
 
 def settle_products(run_dir: Path) -> None:

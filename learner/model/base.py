@@ -8,10 +8,8 @@ adapter, or serving the unquantised base, would not be the policy that is traine
 With memory.base: shared the learner computes with the generator's 4 bits, whose scales are not nested.
 """
 
-import logging
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +22,9 @@ from cluster.reading import read_mapping
 from learner.config import ModelConfig
 from learner.model.shared_base import MappedBase
 from rollout.architecture import ArchitectureError, check_architecture, check_unquantised
-from rollout.data.hub import read_json, split
+from rollout.data.hub import split
 from rollout.data.weight_files import EXPONENTS, INDEX, SINGLE, WeightsError, all_finite, header, infinite
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
-
-# peft without bitsandbytes, which it imports wherever that is installed: half a second of each start, though few runs
-# have 4-bit layers or 8-bit states.
-
-LIBRARY = "bitsandbytes"
-
-
-def quiet() -> None:
-    """To be called before peft is imported, which imports bitsandbytes: on a CPU that advises an optional 4-bit kernel,
-    which nothing here uses."""
-    logging.getLogger(LIBRARY).setLevel(logging.ERROR)
-
-
-def has_4_bit_layers(model: ModelConfig) -> bool:
-    """Made from the base, or in its files already. Raises ChatError where the model cannot be read."""
-    return model.base == "nf4" or "quantization_config" in read_json(model.source, "config.json")
-
-
-@contextmanager
-def left_out() -> Iterator[None]:
-    """Inside this block bitsandbytes is as if it were not installed, and stays so for peft if that is imported here.
-
-    For a process that will have no 4-bit layer. Where one of the two was imported before, nothing changes.
-    """
-    if LIBRARY in sys.modules or "peft" in sys.modules:
-        yield
-        return
-    sys.modules[LIBRARY] = None  # type: ignore[assignment]  # an import of it fails, and find_spec finds none
-    try:
-        from peft.import_utils import is_bnb_available
-
-        assert not is_bnb_available()  # peft asks once and keeps the answer
-        yield
-    finally:
-        del sys.modules[LIBRARY]
-
 
 # A base model without weights: every tensor has its shape, type and bytes, and no content (torch's meta device).
 

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -42,7 +42,6 @@ from learner.driver.machine_checks import check_placement
 from learner.driver.memory import Budgets, cards_present, settle, settled, size_for
 from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
 from learner.driver.preflight import PROBLEMS, Untokenised
-from learner.driver.prestart import prestarted
 from learner.driver.roles import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_content, served
 from rewards.built_in.number import last_number, parse_number
@@ -270,14 +269,13 @@ async def groups(
     problems: Sequence[Problem],
     asked: Sequence[Asked],
     done: Callable[[int, int], None],
-    commands: Mapping[str, str],
 ) -> list[list[pa.Table]]:
     """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended.
 
-    done: is told how many more completions there are, of how many in all. commands: of prestarted generators' workers.
+    done: is told how many more completions there are, of how many in all.
     """
     cpus = sum(role.cpus for role in _generators(config))
-    session = connect(config.cluster.address, cpus, len(policy.payload), commands=commands)
+    session = connect(config.cluster.address, cpus, len(policy.payload))
 
     async def generated() -> list[list[pa.Table]]:
         async with _workers(session, config, budgets, policy) as workers:
@@ -415,22 +413,21 @@ def evaluate(
         PreflightError: something given is wrong; one line per mistake.
     """
     begun = time.perf_counter()
-    with prestarted(config, learns=False) as early:
-        config, problems, notes = _checked(config, held_out)
-        for line in notes:
-            note(line)
-        problems = problems[:limit]
-        chat = load_chat(config)
-        policy = _policy(adapter, config, chat, note)
-        budgets = settle(config, chat.config, size_for(config, cards_present(config)))
-        config = settled(config, budgets)
-        name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
-        asked = [Asked(lambda _: greedy(config), 0)]
-        if samples:
-            asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
-        told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
-        note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
-        tables = asyncio.run(groups(config, budgets, policy, problems, asked, done, early.commands))
+    config, problems, notes = _checked(config, held_out)
+    for line in notes:
+        note(line)
+    problems = problems[:limit]
+    chat = load_chat(config)
+    policy = _policy(adapter, config, chat, note)
+    budgets = settle(config, chat.config, size_for(config, cards_present(config)))
+    config = settled(config, budgets)
+    name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+    asked = [Asked(lambda _: greedy(config), 0)]
+    if samples:
+        asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
+    told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
+    note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
+    tables = asyncio.run(groups(config, budgets, policy, problems, asked, done))
     metrics, unscored = metrics_of(tables, name, threshold, config.seed)
     rows = pa.concat_tables([table for several in tables for table in several]).combine_chunks()
     source, part = _asked(config, held_out)

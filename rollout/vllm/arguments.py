@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,39 +19,6 @@ from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
 from rollout.vllm.shards import shard_arguments, workers_environment
 
 # What makes vLLM's start and end shorter, and what it must know of a model's adapters before.
-
-
-def import_cpu_engine() -> None:
-    """What build_engine and the engine import on a CPU but the model's own class: nine tenths of its start."""
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-
-def shorten_start(model: str, revision: str | None) -> None:
-    """To be called before the engine of `model` (folder or hub name) is built in this process."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        know_model(model, revision)
-    # Building an engine collects garbage five times, and each time looks at a million objects of imported modules.
-    gc.freeze()
-
-
-def shut_down(engine: Any) -> None:
-    """Ends the engine core, without the two full collections of garbage in it: each looks at a million objects of
-    imported modules, together nine tenths of its second. Nearly all that it holds goes with its last reference, and the
-    process of a generator ends next; another that goes on collects the rest in its own time."""
-    collect = gc.collect
-    gc.collect = _nothing  # vLLM has no setting for it, and undoes a freeze of its own first
-    try:
-        engine.engine_core.shutdown()
-    finally:
-        gc.collect = collect
-        gc.unfreeze()
-
-
-def _nothing(generation: int = 2) -> int:
-    return 0
 
 
 def know_model(model: str, revision: str | None = None) -> None:
@@ -251,6 +217,7 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
     if arguments.get("quantization") == "bitsandbytes":
         check_bitsandbytes()
     from vllm import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
     model, revision = arguments["model"], arguments["revision"]
@@ -258,7 +225,8 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
         arguments = arguments | lora_arguments(model, arguments["lora_target_modules"], revision)
     if arguments.get("enable_chunked_prefill") is False and keeps_states(model, revision):
         arguments = arguments | {"enable_prefix_caching": False}  # of states vLLM keeps none without chunked prefill
-    shorten_start(model, revision)
+    if current_platform.is_cpu():
+        know_model(model, revision)
     with workers_environment(arguments.get("tensor_parallel_size", 1)):
         engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, and with them their loaders
         with _recorded(arguments.get("load_format", "auto")) if shares_base else nullcontext():

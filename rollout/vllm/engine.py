@@ -26,7 +26,7 @@ from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineClosed, EngineDied, EngineSettings
 from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
 from rollout.vllm.adapter_cache import AdapterWindow, Resident
-from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments, shut_down
+from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments
 from rollout.vllm.convert import (
     checked_prompt,
     completion_params,
@@ -324,7 +324,7 @@ class EngineThread:
             cause = lost_shard(engine, self._settings.shards) or f"{type(error).__name__}: {error}"
             self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
         self.window.clear()
-        shut_down(engine)
+        engine.engine_core.shutdown()
         self._turns.close()
 
     def _turn(self) -> None:

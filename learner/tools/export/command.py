@@ -1,5 +1,6 @@
 """What the command line of gleaner export means."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -22,7 +23,6 @@ from cluster.memory.plan import gib
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
-from learner.model.base import quiet
 from learner.tools.as_trained import AsTrained, as_trained
 from learner.tools.export.card import Exported, Scores, card, check_whose, read_scores
 from learner.tools.export.source import (
@@ -334,7 +334,7 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
         print(f"verified every byte is that of checkpoint {source.checkpoint.name}", flush=True)
         copied = (folder / VLLM_FOLDER).is_dir()
         return Exported(source, None, job.scores, repo, job.sampled, VLLM_FOLDER if copied else None)
-    quiet()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which advises a kernel
     from learner.tools.export.merge import write_merged  # torch: slow to import
 
     shown = recorded(source.run / "rollouts", source.step)

@@ -19,7 +19,7 @@ from learner.driver.identity import FILE, Fingerprints, ResumeError, check_same_
 from learner.driver.preflight import prepare
 from learner.driver.roles import Wanted, look, needs, worker_spec
 from learner.main import main
-from learner.model.base import has_4_bit_layers, load_base, tensor_files
+from learner.model.base import load_base, tensor_files
 from learner.tools.eval_command import Asked, _meant
 from learner.tools.export.merge import write_tokenizer
 from learner.tools.report.page import Words
@@ -86,7 +86,6 @@ def test_every_reader_gets_the_commit_that_a_branch_stands_for(
     found = tensor_files(config.model.source)
     assert {file.parent.name for file in found.values()} == {own}
     assert found.keys() == (model_weights(config.model.source) or {}).keys() == weights.keys()
-    assert not has_4_bit_layers(config.model)
     write_tokenizer(config.model.source, tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
     assert Words(config.model.source).known
