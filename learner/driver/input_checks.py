@@ -22,8 +22,7 @@ from learner.driver.evaluate import accuracy_reward
 from learner.driver.failure import Findings, PreflightError
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
-from learner.model.adapter_config import AdapterError, check_reference, follow, read_adapter, read_content, served
-from learner.model.trial_note import told
+from learner.model.adapter_config import NOTE, AdapterError, check_reference, follow, read_adapter, read_content, served
 from rewards.base import RewardError
 from rewards.built_in.format import TAGS
 from rewards.built_in.unit_tests import late
@@ -47,23 +46,23 @@ from rollout.env.tools.parser import is_hermes, written_by
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
-LEARNER, ENGINE, LOSS = "learner.model.model_trial", "rollout.vllm.trial", "learner.trainer.loss_trial"
-GRAMMAR = "rollout.vllm.structured.grammar"
-TOOL_PARSER = "rollout.vllm.parser_trial"
-SHARED_BASE = "learner.model.shared_base_trial"
+LEARNER, SHARED_BASE = "learner.model.trial model", "learner.model.trial shared_base"
+LOSS = "learner.trainer.loss_trial"
+ENGINE, TOOL_PARSER, GRAMMAR = (f"rollout.vllm.trial {kind}" for kind in ("engine", "parser", "form"))
 
 log = logging.getLogger("learner")
 
 
 class Trial:
-    """`python -m <module>`, which reads a configuration as JSON and prints a list of what is wrong as its last line."""
+    """`python -m <module and kind>`, which reads a configuration as JSON and prints a list of what is wrong as its last
+    line."""
 
     def __init__(self, module: str, config: RunConfig, key: str = "model.path", what: str = "model") -> None:
         self._module, self._deadline = module, config.cluster.deadlines.start
         self._key, self._what = key, what  # setting that is tried, and what it names
         self._begin = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
+            [sys.executable, "-P", "-m", *module.split()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **own_path.environment()},
         )  # fmt: skip
@@ -88,8 +87,9 @@ class Trial:
         except (IndexError, ValueError):
             last = next(reversed(err.strip().splitlines()), f"exit code {self._process.returncode}")
             raise PreflightError(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
-        for note in told(err):
-            log.warning(note)
+        for line in err.splitlines():  # where libraries write, too
+            if line.startswith(NOTE):
+                log.warning(line.removeprefix(NOTE))
         if wrong:
             raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
 

@@ -18,6 +18,7 @@ from rollout.data.weight_names import SCORE
 
 CONFIG_FILE = "adapter_config.json"
 PEFT_RANK = 8  # of a file that does not say it
+NOTE = "note: "  # what a line of a trial begins with that is no reason to refuse a run
 HEAD = SCORE
 VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
 MODEL = "model"  # folder of a whole model: in the learner's part of a checkpoint, and of a run

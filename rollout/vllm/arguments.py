@@ -146,7 +146,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
 def _form_arguments(settings: EngineSettings) -> dict[str, Any]:
     if not settings.form:
         return {}
-    return {"logits_processors": ["rollout.vllm.structured.processor:StructuredOutputs"]}
+    return {"logits_processors": ["rollout.vllm.structured:StructuredOutputs"]}
 
 
 def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rollout.types import Completion, EngineError, Sampling
 from rollout.vllm.adapter_cache import Resident
 
-FORM = "gleaner_form"  # in extra_args: what rollout.vllm.structured.processor reads
+FORM = "gleaner_form"  # in extra_args: what rollout.vllm.structured reads
 _FINISH_REASONS = ("stop", "length")
 
 

@@ -1,7 +1,11 @@
-"""Whether vLLM knows a model's architecture, LoRA for it, and 4 bits, by its registry alone: no engine is started.
+"""Trials of a configuration that need vLLM, each in a process of its own; no engine is started.
 
-A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
-line on stdout.
+    python -m rollout.vllm.trial engine | parser | form
+
+The process reads a configuration as JSON on stdin and prints a list of sentences as its last line (see
+learner.driver.input_checks). `engine` asks vLLM's registry whether it knows the model's architecture, LoRA for it, and
+4 bits; `parser` whether some parser reads the model's tool calls; `form` whether rollout.structured_outputs can be
+compiled.
 """
 
 from __future__ import annotations
@@ -11,6 +15,10 @@ import os
 import sys
 from typing import Any
 
+from rollout.architecture import text_of
+from rollout.data.chat import Chat
+from rollout.data.hub import CONFIG, joined, read_json
+from rollout.env.tools.parser import ToolParserError, choose
 from rollout.vllm.arguments import check_bitsandbytes, without_lora
 
 
@@ -45,6 +53,33 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
     return []
 
 
+def wrong_with_parser(config: dict[str, Any]) -> list[str]:
+    """Whether some parser reads the tool calls of the model. One sentence, or none. `config`: of the run; only model,
+    chat template and env.tool_parser are read."""
+    model = joined(config["model"]["path"], config["model"]["revision"])
+    try:
+        choose(Chat.load(model, config["data"]["chat_template_kwargs"]), config["env"]["tool_parser"])
+    except ToolParserError as error:
+        return [str(error)]
+    return []
+
+
+def wrong_with_form(config: dict[str, Any]) -> list[str]:
+    """Whether the form of completions can be compiled for the model. One sentence, or none."""
+    model = joined(config["model"]["path"], config["model"]["revision"])
+    given = {name: value for name, value in config["rollout"]["structured_outputs"].items() if value is not None}
+    vocabulary = int(text_of(read_json(model, CONFIG))["vocab_size"])
+    from rollout.vllm.structured import GrammarError, Grammars
+
+    try:
+        Grammars(model, vocabulary).matcher(json.dumps(given), [vocabulary - 1])
+    except GrammarError as error:
+        return [str(error)]
+    return []
+
+
+KINDS = {"engine": wrong_with, "parser": wrong_with_parser, "form": wrong_with_form}
+
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    print(json.dumps(wrong_with(json.loads(sys.stdin.read()))))
+    print(json.dumps(KINDS[sys.argv[1]](json.loads(sys.stdin.read()))))

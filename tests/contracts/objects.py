@@ -71,7 +71,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("sampler", "self"), ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",)),
         **dict.fromkeys(("kept", "logprobs"), PLAIN),
     },
-    "rollout/vllm/structured/": {
+    "rollout/vllm/structured.py": {
         "vllm_config": ("vllm.config.VllmConfig",),
         "served": ("vllm.config.ModelConfig",),
         "params": ("vllm.sampling_params.SamplingParams",),

@@ -19,7 +19,7 @@ from learner.driver.failure import PreflightError
 from learner.driver.input_checks import Trial
 from learner.driver.memory import Cards, cards_of
 from learner.main import main
-from learner.model.model_trial import wrong_with
+from learner.model.trial import wrong_with
 from rollout.data import hub
 from rollout.data.weight_files import WeightsError, adapter_weights, model_weights
 
@@ -278,7 +278,7 @@ def test_a_trial_s_notes_reach_the_log(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     Path("notes.py").write_text(
-        "import sys\nfrom learner.model.trial_note import tell\nprint('a library', file=sys.stderr)\n"
+        "import sys\nfrom learner.model.trial import tell\nprint('a library', file=sys.stderr)\n"
         "tell('not tried:\\nno card')\nprint('[]')\n"
     )
     Trial("notes", RunConfig.model_validate(config_of(model))).finish()

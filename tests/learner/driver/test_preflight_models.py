@@ -29,7 +29,7 @@ from learner.driver.input_checks import (
 from learner.model.adapter_config import AdapterError
 from learner.model.base import without_weights
 from learner.model.export import served_config, served_weights
-from learner.model.shared_base_trial import not_by_rows
+from learner.model.trial import not_by_rows
 from learner.tools.evaluation import policy_of
 from rollout.base_manifest import View
 from rollout.data.chat import Chat

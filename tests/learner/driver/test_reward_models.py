@@ -18,7 +18,7 @@ from learner.config import RunConfig
 from learner.driver.identity import same_base
 from learner.driver.roles import worker_spec
 from learner.model.adapter_config import HEAD
-from learner.model.model_trial import wrong_with
+from learner.model.trial import wrong_with
 from rollout import ledger
 from rollout.schema import parts_of, rewards_of
 from tests.learner.driver.test_preflight import check, config, model

@@ -18,8 +18,8 @@ from learner.config import ModelConfig, RunConfig
 from learner.driver.failure import PreflightError
 from learner.driver.input_checks import check_weights
 from learner.model.adapter_config import ReferenceConfigError
-from learner.model.model_trial import wrong_with
 from learner.model.reference import ShardedReference
+from learner.model.trial import wrong_with
 from tests.learner.rank_processes import rank_processes
 from tests.learner.ranks.test_divided_weights import FULL, TEXT, load, save, trained
 from tests.learner.rollouts import make_groups, uniform

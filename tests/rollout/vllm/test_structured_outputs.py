@@ -16,7 +16,8 @@ from rewards.built_in.json_schema import json_schema
 from rollout.config import StructuredOutputs
 from rollout.data.chat import Chat
 from rollout.types import Completion, Sampling
-from rollout.vllm.structured.grammar import GrammarError, Grammars, wrong_with
+from rollout.vllm.structured import GrammarError, Grammars
+from rollout.vllm.trial import wrong_with_form as wrong_with
 from tests.rollout.engine_case import PROMPT, EngineCase, run
 
 SCHEMA = {

@@ -1,10 +1,14 @@
-"""The learner's own code on a model without weights (torch's meta device): what its constructor would refuse.
+"""Trials of a configuration on a model without weights (torch's meta device), each in a process of its own.
 
-A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
-line on stdout.
+    python -m learner.model.trial model | shared_base
+
+The process reads a configuration as JSON on stdin and prints a list of sentences as its last line (see
+learner.driver.input_checks). `model` says what the constructor of the policy would refuse, and `shared_base` what of
+memory.base: shared would not work.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,14 +17,18 @@ import peft
 import torch
 
 from learner.config import ModelConfig, RunConfig
-from learner.model.adapter_config import HEAD
+from learner.model.adapter_config import HEAD, NOTE
 from learner.model.base import head_of, load_base
 from learner.model.logprob import logits_of
 from learner.model.lora import POLICY, attach
 from learner.model.roles import without_head
+from learner.model.shared_base import no_views, refusal
 from rewards.config import adapters_of
+from rollout.base_manifest import View
 from rollout.data.weight_files import WeightsError, adapter_weights, model_weights
 from rollout.data.weight_names import adapter_misfits, transformers_misfits
+from rollout.vllm.environment import required_env
+from rollout.weights import linear_layers
 
 
 def wrong_with(config: RunConfig) -> list[str]:
@@ -108,5 +116,57 @@ def _sentence(error: Exception, key: str) -> str:
     return text if known else f"{key}{text}; see docs/models.md for what can be trained"
 
 
+def wrong_with_mapping(config: RunConfig) -> list[str]:
+    """Whether the learner could map the generator's base (memory.base: shared), from names and shapes alone: vLLM's
+    loading code and the learner's model, both without weights. What cannot be told so, since vLLM wants numbers or a
+    card for it, is left to the start of the run. One sentence, or none."""
+    from rollout.vllm.shared_base import views_of
+
+    try:
+        stored = model_weights(config.model.source)
+        lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
+    except (WeightsError, ValueError, OSError):  # said by learner.driver.input_checks and wrong_with
+        return []
+    if stored is None:  # not in this machine's cache
+        return []
+    try:
+        views, refused = views_of(
+            config.model.source, config.model.dtype, {name: own.shape for name, own in stored.items()}
+        )
+    except Exception as error:  # whatever vLLM raises; that it could not be told is no reason to refuse
+        tell(f"memory.base: shared was not tried before the start: {error!r}")
+        return []
+    if config.model.base == "nf4":
+        scattered = not_by_rows(lm, views)
+        views = {name: view for name, view in views.items() if name not in scattered}
+        refused |= scattered
+    wanted = dict(lm.named_parameters())
+    wrong = no_views(wanted, {name: view.shape for name, view in views.items()}, refused)
+    return [refusal(wrong, len(wanted))] if wrong else []
+
+
+def not_by_rows(lm: Any, views: dict[str, View]) -> dict[str, str]:
+    """Matrices that 4 bits would be packed of, and whose rows do not lie one after the other. vLLM has another layout
+    for these bits, but fuses the same tensors in the same order."""
+    names = {f"{name}.weight" for name in linear_layers(lm)}
+    return {
+        name: f"its rows do not lie one after the other there (strides {list(view.strides)}), as packed ones must"
+        for name, view in views.items()
+        if name in names and view.strides != (view.shape[1], 1)
+    }
+
+
+def tell(text: str) -> None:
+    """Tells the user what is no reason to refuse a run (learner.driver.input_checks reads stderr)."""
+    print(NOTE + " ".join(text.split()), file=sys.stderr)
+
+
+def main(kind: str) -> None:
+    run = RunConfig.model_validate_json(sys.stdin.read())
+    if kind == "shared_base":
+        os.environ.update(required_env(cuda=run.cluster.gpus.generator > 0))
+    print(json.dumps((wrong_with_mapping if kind == "shared_base" else wrong_with)(run)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(wrong_with(RunConfig.model_validate_json(sys.stdin.read()))))
+    main(sys.argv[1])

@@ -1,11 +1,15 @@
-"""vLLM's part: takes out of the logits what the form of a completion does not allow next.
+"""Completions in a form that the user gives (rollout.structured_outputs): what may be sampled next.
 
-Not by vLLM's own structured outputs, which take it out before the logprobs are taken: those would be of what is left,
-and the learner scores the whole distribution. Here it is done behind them, as for top_p (EngineSettings.truncates).
+The form is compiled for a tokenizer by the library that vLLM compiles its own with, and a logits processor takes out
+what it does not allow. vLLM's own structured outputs take it out before the logprobs are taken: those would be of what
+is left, and the learner scores the whole distribution. Here it is done behind them, as for top_p
+(EngineSettings.truncates).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +18,59 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from rollout.data.hub import joined
+from rollout.data.hub import joined, load_tokenizer
 from rollout.vllm.convert import FORM
-from rollout.vllm.structured.grammar import Grammars
+
+KEY = "rollout.structured_outputs"
+
+
+class GrammarError(ValueError):
+    """The form cannot be compiled; the text is one line."""
+
+
+class Grammars:
+    """Those of one model.
+
+    Args:
+        model: folder, hub name or name@revision.
+        vocabulary: of the model's output, entries.
+    """
+
+    def __init__(self, model: str, vocabulary: int) -> None:
+        self._model, self._vocabulary = model, vocabulary
+        self._compiled: dict[str, Any] = {}
+
+    def matcher(self, form: str, stop_ids: Sequence[int]) -> Any:
+        """An xgrammar.GrammarMatcher at the begin of a completion.
+
+        form: StructuredOutputs.form of rollout.config. stop_ids: tokens that end a completion, allowed where the
+        form may end and nowhere else. Raises GrammarError.
+        """
+        key = json.dumps([form, sorted(stop_ids)])
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(form, stop_ids)
+        return xgrammar.GrammarMatcher(self._compiled[key])
+
+    def _compile(self, form: str, stop_ids: Sequence[int]) -> Any:
+        ((kind, given),) = json.loads(form).items()
+        try:
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                load_tokenizer(self._model), vocab_size=self._vocabulary, stop_token_ids=sorted(stop_ids)
+            )
+            compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+            if kind == "regex":
+                return compiler.compile_regex(given)
+            if kind == "json_schema":
+                return compiler.compile_json_schema(json.dumps(given))
+            return compiler.compile_grammar(given if kind == "grammar" else choice(given))
+        except Exception as error:  # of a native library: RuntimeError, ValueError and classes of its own
+            said = " ".join(str(error).split())[-300:]
+            raise GrammarError(f"{KEY}.{kind}: cannot be compiled for this model: {said}; correct it") from error
+
+
+def choice(texts: Sequence[str]) -> str:
+    """One of the texts, as a grammar."""
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 class _Form:
