@@ -435,7 +435,7 @@ def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: 
     except BaseException:
         folder.remove()
         raise
-    check_doors(ray)
+    check_doors()
     return Session("local", folder)
 
 

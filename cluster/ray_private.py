@@ -192,9 +192,11 @@ def end_at_once(node: Any) -> None:
     node.kill_all_processes(check_alive=False)
 
 
-def check_doors(ray: Any) -> None:
+def check_doors() -> None:
     """Warns if close_doors came too late: ray had been imported before it, so its ports are open to the network."""
-    address = ray.util.get_node_ip_address()
+    from ray.util import get_node_ip_address
+
+    address = get_node_ip_address()
     if address not in ("127.0.0.1", "::1"):
         log.warning(
             "the private Ray cluster listens on %s and not on 127.0.0.1 only (a token is asked for): ray had been "

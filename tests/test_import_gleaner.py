@@ -56,7 +56,9 @@ def test_what_the_users_module_of_that_name_has(name: str, order: str, tmp_path:
         "Path('f.pickle').write_bytes(pack(mine).content)\nprint(gleaner.train.__module__, mine())\n"
     )
     assert told(["-c", f"{ORDERS[order].format(name=name)}\n{send}"], tmp_path) == "learner.api.calls 1"
-    load = "from rewards.functions import load\nfrom pathlib import Path\nprint(load(Path('../f.pickle'))())"
+    load = (
+        "from rewards import functions\nfrom pathlib import Path\nprint(functions.load_pickled(Path('../f.pickle'))())"
+    )
     (tmp_path / "elsewhere").mkdir()
     assert told(["-c", load], tmp_path / "elsewhere") == "1"
 

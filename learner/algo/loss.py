@@ -151,7 +151,7 @@ def try_surrogate(config: LossConfig) -> None:
             )
     tokens = _example()
     try:
-        wrong = _wrong_with(objective_of(tokens, config), tokens)
+        wrong = _wrong_with(function(tokens, **config.bounds), tokens)
     except Exception as error:
         text = f"{type(error).__name__}: {said(error)}{_line_of(error, function)}"
         raise SurrogateError(f"{KEY}: {config.ratio} raised {text}") from error

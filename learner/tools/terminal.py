@@ -1,7 +1,6 @@
 """The curves of a run as one line each."""
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -346,27 +345,3 @@ def _cells(one: Listed) -> tuple[str, ...]:
     known = one.rewards
     rewards = [number(sum(known) / len(known)), number(min(known)), number(max(known))] if known else ["none", "", ""]
     return (escaped(one.problem), *rewards, str(one.failed or ""), escaped(one.asked[:WIDE]))
-
-
-# `gleaner report RUN --terminal`.
-
-
-def show(run: Path) -> int:
-    """Until its user leaves. Exit code: 0; 1 without textual or without a terminal; 2 where there is nothing to
-    show."""
-    try:
-        read_run(run)
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        pass  # CODEMOD
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "textual":
-            raise
-        print("error: --terminal needs textual: pip install 'gleaner-rl[terminal]'", file=sys.stderr)
-        return 1
-    if not sys.stdout.isatty():
-        print("error: --terminal: must be a terminal, and the output goes elsewhere; leave it out", file=sys.stderr)
-        return 1
-    return RunApp(run).run() or 0

@@ -226,7 +226,7 @@ def test_two_runs_whose_rewards_differ_are_not_on_one_scale(run: Path, tmp_path:
         "data.eval.every",
         "—",
         "2",
-        "rewards.built_in.format",
+        "rewards.format",
         "—",
         "use format",
     ]

@@ -117,8 +117,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "task.options()": PLAIN,
     },
     "cluster/ray_private.py": {
-        "ray": ("ray",),
-        "ray.util": ("ray.util",),
         "params": ("ray._private.parameter.RayParams",),
         "config": ("ray.job_config.JobConfig",),
         "node._ray_params": ("ray._private.parameter.RayParams",),

@@ -62,7 +62,7 @@ def report(
 
 
 def _in_terminal(run: Path, out: Path | None, against: Path | None, *, live: bool) -> int:
-    from learner.tools.terminal import show
+    from learner.tools.report.write import show
 
     given = {"--out": out is not None, "--against": against is not None, "--live": live}
     for name in (name for name, wanted in given.items() if wanted):

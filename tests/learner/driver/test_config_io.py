@@ -310,7 +310,9 @@ def test_help_and_refusal_load_nothing_heavy(words: list[str], code: int, text: 
 @pytest.mark.parametrize("name", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
 def test_a_pipe_that_the_command_was_started_with_is_a_file(name: str) -> None:
     """As learner.train starts a run, and a shell writes <(...)."""
-    script = "import sys; from learner.config.load import load; print(load(sys.argv[1], []).rollout.kv_cache)"
+    script = (
+        "import sys; from learner.config.load import load_config; print(load_config(sys.argv[1], []).rollout.kv_cache)"
+    )
     command = [sys.executable, "-c", script, name]
     ran = subprocess.run(command, input=FILE, text=True, capture_output=True, timeout=60)
     assert ran.stdout == f"{64 << 20}\n", ran.stderr

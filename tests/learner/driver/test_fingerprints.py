@@ -125,7 +125,7 @@ def test_the_source_of_a_reward_function_is_found_without_running_it(
         file.write_text("raise SystemExit('was run')\n")
     assert source_of("mine.deep.score:f") == package / "score.py"
     assert source_of("own:f") == source_of("own.py:f") == tmp_path / "own.py"
-    assert source_of("number") == Path(__file__).parents[3] / "rewards" / "number.py"
+    assert source_of("number") == Path(__file__).parents[3] / "rewards" / "built_in" / "number.py"
     assert source_of("nowhere.at.all:f") is source_of("sys:f") is source_of("no.py:f") is None
     found = made(tmp_path, "own.py:f", "mine.deep.score:f", "math", "reasoning_gym").rewards
     assert set(found) == {"f of own.py", "f_2 of score.py", "math of math.py", "reasoning_gym of reasoning_gym.py"}

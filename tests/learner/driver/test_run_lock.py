@@ -24,12 +24,12 @@ with files.lock_held(pathlib.Path(sys.argv[1])):
 COPY = """
 import os, sys, time
 from pathlib import Path
-from cluster.files import held
+from cluster.files import lock_held
 from rollout.data.chat import fails_within
 def hang():
     print(os.getpid(), flush=True)
     time.sleep(600)
-with held(Path(sys.argv[1])):
+with lock_held(Path(sys.argv[1])):
     fails_within(600, hang)
 """
 RACE = """

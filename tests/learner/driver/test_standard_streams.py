@@ -110,9 +110,7 @@ def test_a_disk_that_is_full_for_the_file_too_ends_nothing(tmp_path: Path) -> No
 
 def test_a_command_whose_words_are_its_result_says_that_they_are_lost(tmp_path: Path) -> None:
     told = "error: standard output could not be written (No space left on device); send it elsewhere\n"
-    program = (
-        "import os\nfrom learner.driver import standard_streams as s\ns.last()\nprint('x' * 9)\nos._exit(s.outcome({}))"
-    )
+    program = "import os\nfrom learner.driver import process as s\ns.keep_streams()\nprint('x' * 9)\nos._exit(s.streams_outcome({}))"
 
     def ended(code: int, stdout: int, program: str = program) -> tuple[int, str]:
         command = [sys.executable, "-c", program.format(code)]
@@ -130,7 +128,9 @@ def test_a_pipe_that_somebody_has_set_not_to_block_gets_all_of_it() -> None:
     """As ssh and node set the terminal that they share: a full pipe is then an error to Python."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    program = "from learner.driver import standard_streams as s\ns.last()\nprint('y' * 10**6)\nexit(s.outcome(0))"
+    program = (
+        "from learner.driver import process as s\ns.keep_streams()\nprint('y' * 10**6)\nexit(s.streams_outcome(0))"
+    )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=writing)
     os.close(writing)
     read: list[bytes] = []

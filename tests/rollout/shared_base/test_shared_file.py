@@ -18,12 +18,12 @@ from tests.shared_bases import manifest_of, mappings
 
 WRITE = """
 import torch
-from rollout.shared_base import SharedFile, map_pieces
+from rollout.shared_base import SharedFile, map_file
 from tests.shared_bases import manifest_of
 own = torch.arange(5.0)
 file = SharedFile([own])
 tensors = {"a": file.place(own).copy_(own)}
-mapped = map_pieces(manifest_of(file, tensors))["a"]
+mapped = map_file(manifest_of(file, tensors))["a"]
 tensors["a"][0] = 7  # the owner may write
 print(mapped.tolist(), flush=True)
 mapped.add_(1)

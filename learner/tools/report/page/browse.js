@@ -86,7 +86,7 @@ function item(i) {
 // The rewards of a group, smallest first, between the least and the greatest of the run.
 function bars(rewards) {
   const [low, high] = limits(), svg = el("svg:svg", {class: "spark", viewBox: "0 0 64 16", "aria-hidden": "true"});
-  const wide = 64 / Math.max(rewards.built_in.length, 8);
+  const wide = 64 / Math.max(rewards.length, 8);
   [...rewards].sort((a, b) => a - b).forEach((reward, i) => {
     const tall = 1 + 15 * (high > low ? (reward - low) / (high - low) : 1);
     svg.append(el("svg:rect", {x: i * wide, y: 16 - tall, width: wide * 0.8, height: tall}));
