@@ -258,14 +258,14 @@ class Session:
         self.mode = mode  # local | joined
         self._folder = folder
         # Temporary files of roles lie in the private cluster's folder, which is removed even if a role is killed.
-        self._role_env = {"TMPDIR": str(folder.ray)} if folder is not None else {}
+        self._role_env = {"TMPDIR": str(folder.of_ray)} if folder is not None else {}
         self._actors: list[Remote[Any]] = []
         self._reserved: Reservation | None = None
         import ray
 
-        node: Any = ray._private.worker._global_node
-        logs = Path(node.get_logs_dir_path())
-        self.ray_processes = RayProcesses(node, logs)
+        head: Any = ray._private.worker._global_node
+        logs = Path(head.get_logs_dir_path())
+        self.ray_processes = RayProcesses(head, logs)
         self._exits = ExitReasons(logs)
 
     def nodes(self) -> list[Mapping[str, Any]]:
@@ -428,7 +428,7 @@ def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: 
                 object_store_memory=store_bytes(policy_bytes, machine.shared_memory() or 0),
                 logging_level=logging.WARNING,
                 log_to_driver=True,
-                _temp_dir=str(folder.ray),
+                _temp_dir=str(folder.of_ray),
                 _system_config=system_config(shows_metrics),
                 job_config=job_config(),
             )

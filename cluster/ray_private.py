@@ -66,8 +66,8 @@ class RuntimeFolder:
             shutil.rmtree(folder, ignore_errors=True)
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
         self._lock = locked(self.path)  # held until this process ends, however it ends
-        self.ray = self.path / "r"
-        self.ray.mkdir()
+        self.of_ray = self.path / "r"
+        self.of_ray.mkdir()
 
     def remove(self) -> None:
         """Removes it with all that Ray and the roles left there."""

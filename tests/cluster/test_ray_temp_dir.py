@@ -18,9 +18,9 @@ GONE = 2**22 + 1  # above the largest process id that Linux gives
 
 def test_it_is_closed_to_others_and_goes_whole(tmp_path: Path) -> None:
     folder = RuntimeFolder(tmp_path)
-    os.chmod(folder.ray, 0o777)  # what Ray does
+    os.chmod(folder.of_ray, 0o777)  # what Ray does
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    (folder.ray / "socket").write_text("")
+    (folder.of_ray / "socket").write_text("")
     folder.remove()
     folder.remove()  # a second time does no harm
     assert list(tmp_path.iterdir()) == []

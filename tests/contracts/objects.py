@@ -113,6 +113,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cluster/ray_cluster.py": {
         "node": PLAIN,  # cluster.ray_cluster.Node
+        "head": ("ray._private.node.Node",),
         "task": ("ray.remote_function.RemoteFunction",),
         "task.options()": PLAIN,
     },

@@ -110,7 +110,10 @@ def test_a_disk_that_is_full_for_the_file_too_ends_nothing(tmp_path: Path) -> No
 
 def test_a_command_whose_words_are_its_result_says_that_they_are_lost(tmp_path: Path) -> None:
     told = "error: standard output could not be written (No space left on device); send it elsewhere\n"
-    program = "import os\nfrom learner.driver import process as s\ns.keep_streams()\nprint('x' * 9)\nos._exit(s.streams_outcome({}))"
+    program = (
+        "import os\nfrom learner.driver import process\nprocess.keep_streams()\nprint('x' * 9)\n"
+        "os._exit(process.streams_outcome({}))"
+    )
 
     def ended(code: int, stdout: int, program: str = program) -> tuple[int, str]:
         command = [sys.executable, "-c", program.format(code)]
@@ -119,7 +122,7 @@ def test_a_command_whose_words_are_its_result_says_that_they_are_lost(tmp_path: 
 
     with full() as descriptor:
         assert [ended(code, descriptor) for code in (0, 1, 2)] == [(1, told), (1, told), (2, told)]
-        assert ended(0, descriptor, program.replace("print", "s.are_commentary()\nprint")) == (0, "")
+        assert ended(0, descriptor, program.replace("print", "process.streams_are_commentary()\nprint")) == (0, "")
     with read_by_nobody() as descriptor:
         assert [ended(code, descriptor) for code in (0, 2)] == [(0, ""), (2, "")]
 
@@ -128,9 +131,7 @@ def test_a_pipe_that_somebody_has_set_not_to_block_gets_all_of_it() -> None:
     """As ssh and node set the terminal that they share: a full pipe is then an error to Python."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    program = (
-        "from learner.driver import process as s\ns.keep_streams()\nprint('y' * 10**6)\nexit(s.streams_outcome(0))"
-    )
+    program = "from learner.driver import process\nprocess.keep_streams()\nprint('y' * 10**6)\nexit(process.streams_outcome(0))"
     child = subprocess.Popen([sys.executable, "-c", program], stdout=writing)
     os.close(writing)
     read: list[bytes] = []
