@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.base_manifest import Manifest
-from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
+from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 BASES = ("none", "nf4")

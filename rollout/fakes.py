@@ -13,7 +13,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
-from rollout.base_manifest import Manifest
 from rollout.delivery import Answer, Receipt
 from rollout.engine import Engine, EngineAsleep, EngineClosed, NoAdapter
 from rollout.schema import Origin, Problem, build_group, facts_of
@@ -24,6 +23,7 @@ from rollout.types import (
     Completion,
     EngineError,
     Held,
+    Manifest,
     Sampling,
     SentPolicy,
     Weights,

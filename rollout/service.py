@@ -5,10 +5,9 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from rollout.base_manifest import Manifest
 from rollout.delivery import Answer, Receipt
 from rollout.schema import Problem
-from rollout.types import Sampling, SentPolicy, WeightsInFile
+from rollout.types import Manifest, Sampling, SentPolicy, WeightsInFile
 
 
 class RolloutService(Protocol):

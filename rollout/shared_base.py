@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from rollout.base_manifest import BaseNotShared, Manifest
+from rollout.types import BaseNotShared, Manifest
 from rollout.weights import as_bytes
 
 CHUNK = 1 << 20  # elements at once, as int64: 8 MiB, and as much again for their places and their products

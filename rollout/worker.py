@@ -16,7 +16,6 @@ from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.logged import Progress
 from rewards.pool import NOWHERE, Judging, RewardPool, Scores
-from rollout.base_manifest import Manifest
 from rollout.data.chat import Chat, Template
 from rollout.delivery import Answer, Receipt
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
@@ -26,7 +25,7 @@ from rollout.env.trajectory import Trajectory
 from rollout.schema import Origin, Problem, build_group, facts_of
 from rollout.scorer import RewardProcesses, Room, Scorer, Sentences, SharedScorer, side_by_side
 from rollout.service import RolloutService
-from rollout.types import Completion, EngineError, Sampling, SentPolicy, Weights, WeightsInFile
+from rollout.types import Completion, EngineError, Manifest, Sampling, SentPolicy, Weights, WeightsInFile
 
 if TYPE_CHECKING:
     from rollout.weights import WeightsReader

@@ -65,7 +65,7 @@ HEADER = """| key | default | what it is, and why you would change it |
 TEXT = """# Configuration
 
 Made by `python -m tests.config_table` from the models in `learner/config/`,
-`learner/algo/loss_config.py`, `rollout/config.py`, `rewards/config.py` and `cluster/config.py`;
+`learner/algo/surrogates.py`, `rollout/config.py`, `rewards/config.py` and `cluster/config.py`;
 `tests/test_config_table.py` compares it with them.
 
 A configuration is a YAML file of these {count} keys, and any of them can be set on the command line:

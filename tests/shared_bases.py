@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.machine import name as machine
-from rollout.base_manifest import Manifest, Piece, View
 from rollout.shared_base import SharedFile, digest_of_piece
+from rollout.types import Manifest, Piece, View
 
 
 @dataclass(frozen=True, slots=True)

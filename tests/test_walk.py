@@ -43,8 +43,7 @@ class Hands:
 
     def __init__(self, end: tuple[int, ...]) -> None:
         from learner.algo.targets import Targets
-        from learner.batch.micro_batch import MicroBatch
-        from learner.batch.rows import Rows
+        from learner.batch.micro_batch import MicroBatch, Rows
         from rewards.call import Group
 
         self.files: dict[str, None] = {}

@@ -23,9 +23,8 @@ from typing import Any
 
 from rollout.engine import EngineSettings
 from rollout.types import Adapter, Sampling
-from rollout.vllm.adapter_cache import Resident
 from rollout.vllm.arguments import engine_arguments, lora_arguments
-from rollout.vllm.convert import completion_params, lora_request
+from rollout.vllm.convert import Resident, completion_params, lora_request
 
 Work = dict[str, Any]  # prompts: list of token ids, n, max_tokens, batch (rows of one HF batch), seed
 Generate = Callable[[Work], list[int]]  # -> tokens of each completion

@@ -7,7 +7,7 @@ and PolicyFeed. Not there: the learner's building of the bytes, and vLLM's loadi
 
 reached  each receiver has the adapter, whose bytes lie where the sender wrote them once: what sending costs
 staged   each has also written it as a file in PEFT's format and looked at that file's digest, as a generator does
-         (rollout.vllm.adapter_cache): a copy and a pass of sha256, by each receiver's own core
+         (rollout.vllm.convert): a copy and a pass of sha256, by each receiver's own core
 
 The very first push is cold: the object store's pages are not there yet.
 """
@@ -29,7 +29,7 @@ from cluster.placement import Role
 from cluster.ray_cluster import connect
 from learner.trainer.service import Exported
 from rollout.types import Adapter
-from rollout.vllm.adapter_cache import AdapterWindow
+from rollout.vllm.convert import AdapterWindow
 from rollout.weights import Source, pack
 
 DEADLINE_S, REPEATS = 300.0, 5

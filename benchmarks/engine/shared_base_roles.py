@@ -29,9 +29,8 @@ from learner.model.logprob import policy_logprobs
 from learner.model.policy import Policy
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import Trainer
-from rollout.base_manifest import BaseNotShared, Manifest
 from rollout.engine import EngineSettings
-from rollout.types import Sampling
+from rollout.types import BaseNotShared, Manifest, Sampling
 
 PROMPT, COMPLETION, GROUP = 64, 64, 8
 KV_CACHE = 64 * 2**20

@@ -14,8 +14,7 @@ from benchmarks.learner.published_memory import FIVE, GRPO_TABLE, LENGTHS
 from cluster.memory import learner as learner_memory
 from cluster.memory import shape as units
 from cluster.memory.learner import Learning, Micro
-from cluster.memory.plan import Plan, Wish, Workload
-from cluster.memory.search import plan
+from cluster.memory.plan import Plan, Wish, Workload, plan
 from cluster.memory.shape import GB, SHAPES, Shape
 from learner.config.settings import LearnerConfig
 

@@ -28,7 +28,7 @@ from benchmarks.common import as_table, as_text, conditions, cpu_seconds, instal
 from benchmarks.learner.trl_step import TrlStep
 from examples.random_model import make_tokenizer
 from learner.algo.advantage import group
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig, OptimizerConfig
 from learner.config.settings import LoraConfig as LoraSettings

@@ -37,7 +37,7 @@ from learner.config.settings import LearnerConfig
 from learner.ranks.group import Group
 from learner.ranks.rank import RankTrainer, ShardedRank
 from learner.ranks.ranks import Meeting
-from learner.trainer import gradient_sums
+from learner.trainer import optimizer
 from learner.trainer.trainer import Trainer
 from rollout.fakes import make_group
 from rollout.types import Completion
@@ -170,7 +170,7 @@ def counted(trainer: Any) -> list[int]:
 def process(end: Connection, rank: int, *what: Any) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
-    gradient_sums.LEAST_ON_CPU = LEAST
+    optimizer.LEAST_ON_CPU = LEAST
     end.send(asyncio.run(serve(end, rank, *what)))
 
 

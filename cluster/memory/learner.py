@@ -193,7 +193,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
       optimizers round (see learner.trainer.optimizer). PPO's value: the same again of its own n and of a
       float32 head of h.
       In shards (memory.base: sharded) 4 n masters, n being this rank's (cluster.memory.learner).
-    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.gradient_sums) take another 16 n.
+    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.optimizer) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.
     reference: of full fine-tuning with beta > 0 (learner.model.reference, in shards

@@ -95,7 +95,7 @@ LOSSES: dict[str, Callable[[Lengths, int], Coefficients]] = {"dapo": dapo, "dr_g
 #
 # A token is an action, and its state all that stands before it. What an environment answers lies between two actions,
 # and is neither: the token that follows the last one of a turn is the first of the next turn. Letters: as in
-# learner.batch.rows.
+# learner.batch.micro_batch.
 
 # A standard deviation below them is that of rounding: of rewards and values near 1 (what GRPO adds to one before it
 # divides), and, as a share of the mean, of great ones.

@@ -31,8 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from learner.algo.advantage import is_noise
-from learner.algo.loss_config import LossConfig
-from learner.algo.surrogates import SURROGATES, Objective
+from learner.algo.surrogates import SURROGATES, LossConfig, Objective
 from learner.batch.micro_batch import MicroBatch
 from rewards.base import RewardLoadError, said
 from rewards.loader import load
@@ -366,7 +365,8 @@ def explained_variance(
 
 
 # The tokens of a batch before which the policy was least certain: at these a completion takes one way or another.
-# Wang et al. 2506.01939, section 5, learn from the 20 % of highest entropy alone. Letters: as in learner.batch.rows.
+# Wang et al. 2506.01939, section 5, learn from the 20 % of highest entropy alone. Letters: as in
+# learner.batch.micro_batch.
 
 
 class Uncertain(NamedTuple):

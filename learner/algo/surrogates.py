@@ -1,7 +1,7 @@
 """The surrogate objectives that learner.loss.ratio names: how the importance ratio of a token is bounded.
 
 A variant is a function below and a row of SURROGATES; nothing else names it. From that table come the values that
-learner.loss.ratio may have, its settings and their defaults (learner.algo.loss_config), --help and docs/losses.md.
+learner.loss.ratio may have, its settings and their defaults (learner.algo.surrogates), --help and docs/losses.md.
 
 A function gets Tokens and its settings by name, and returns of each of the N tokens
     [N] its objective, which autograd differentiates by the logprobs, and
@@ -12,7 +12,13 @@ No import of torch here: the driver reads the table, and has no torch. Tensors h
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from cluster.config import Frozen, Positive
+from learner.algo.advantage import ADVANTAGES, LOSSES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +30,7 @@ Objective = tuple["Tensor", "Tensor"]
 
 
 class Bounds(TypedDict, total=False):
-    """Settings that a surrogate may have. A new one is a field of learner.algo.loss_config.LossConfig too."""
+    """Settings that a surrogate may have. A new one is a field of learner.algo.surrogates.LossConfig too."""
 
     epsilon: Interval  # below and above 1
     delta: float
@@ -163,3 +169,94 @@ SURROGATES: dict[str, Surrogate] = {
         several_updates=True,
     ),
 }
+
+
+# The settings of the loss. What there is to choose from, the tables say. Loads no torch: the driver reads it.
+
+OWN = "path/file.py:function"
+
+if TYPE_CHECKING:
+    Kind: TypeAlias = str
+    Advantage: TypeAlias = str
+else:  # the names of the tables, which a type checker cannot read
+    Kind, Advantage = Literal[tuple(LOSSES)], Literal[tuple(ADVANTAGES)]
+
+
+class LossConfig(Frozen):
+    """GRPO variants: docs/losses.md lists them, with equations, papers and the values of null."""
+
+    kind: Kind = "dapo"
+    """What the loss is a mean over: `dapo` all tokens, `grpo` the tokens of each completion and then the completions;
+    `dr_grpo` divides by a constant. `dapo` for long completions of different lengths."""
+    ratio: Annotated[str, Field(examples=[*SURROGATES, OWN])] = "masked"
+    """What bounds the ratio of policy to sampler: [losses.md](losses.md) has equations, papers, and how to write one of
+    your own. `sequence_mask` is TRL's default; `clip` is PPO's and goes with `updates_per_batch`. The four bounds below
+    belong to some of them, and are the paper's values where they are null."""
+    epsilon: tuple[Positive, Positive] | None = None
+    """The clip range of the ratio, below and above 1."""
+    delta: Positive | None = None
+    """The most that the ratio of a completion with a negative advantage counts; above the clip range."""
+    cap: Annotated[float, Field(ge=1)] | None = None
+    """The most that a ratio counts."""
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]] | None = None
+    """Tokens whose ratio is outside of it are dropped; `.inf` as its upper end drops none above 1."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference. With LoRA that is the model with its adapter switched off, no second model;
+    with `learner.mode: full` a second set of weights (`model.reference_dtype`). Raise it to stay close."""
+    advantage: Advantage = "batch"
+    """A reward less the mean of its group is divided by the standard deviation of the rewards of the group or the
+    batch, or not at all (`none`: Dr. GRPO). `group` weighs groups of small differences up."""
+    mask_truncated: bool = False
+    """DAPO: completions cut at `max_completion_length` count in the advantages, but are not trained on. Set it where
+    cut completions score badly only for being cut."""
+
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of a batch's tokens that the objective is of: those before which the policy was least certain. The KL
+    has all. Below 1 it costs one more forward pass; the paper's 0.2 is for long chains of thought."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the surrogate is a function of the user's."""
+        return self.ratio not in SURROGATES
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether the surrogate holds a policy near the one that its batch began with."""
+        return not self.own and SURROGATES[self.ratio].several_updates
+
+    @property
+    def bounds(self) -> Bounds:
+        """The settings of the chosen surrogate; of a user's own those that are given, the others are its defaults."""
+        papers = Bounds() if self.own else SURROGATES[self.ratio].settings
+        names = Bounds.__annotations__ if self.own else papers
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return cast(Bounds, papers | given)
+
+    @field_validator("ratio")
+    @classmethod
+    def _ratio_is_known(cls, ratio: str) -> str:
+        place, _, function = ratio.rpartition(":")
+        if ratio in SURROGATES or (place and function.isidentifier()):
+            return ratio
+        near = get_close_matches(ratio, SURROGATES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"must be one of {', '.join(SURROGATES)}, or a function of your own as {OWN}{hint}")
+
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> "LossConfig":
+        bounds = self.bounds
+        for name in Bounds.__annotations__:
+            value = getattr(self, name)
+            if value is not None and name not in bounds:
+                users = ", ".join(ratio for ratio, row in SURROGATES.items() if name in row.settings)
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"{name}: belongs to ratio: {users}, and {self.ratio} has none; leave it out, or set one of them "
+                    f"(got {name}={shown})"
+                )
+        if "delta" in bounds and "epsilon" in bounds and bounds["delta"] <= 1 + bounds["epsilon"][1]:
+            raise ValueError(
+                f"delta: must be above 1 + epsilon's upper part, {1 + bounds['epsilon'][1]:g}, or it would cut what "
+                f"the clip lets through; raise it (got {bounds['delta']:g})"
+            )
+        return self

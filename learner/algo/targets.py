@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from learner.algo.advantage import ADVANTAGES, LOSSES, gae, whitened
 from learner.algo.loss import explained_variance
-from learner.algo.loss_config import LossConfig
-from learner.batch.rows import Rows
+from learner.algo.surrogates import LossConfig
+from learner.batch.micro_batch import Rows
 
 
 class Settings(Protocol):

@@ -405,7 +405,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     Raises:
         InputError: the model, the card or a setting is wrong.
     """
-    from cluster.memory.search import least
+    from cluster.memory.plan import least
     from cluster.memory.shape import shape_of
     from learner.api.settings import Inputs, checked, tree_of
     from learner.driver import memory

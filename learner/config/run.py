@@ -12,8 +12,7 @@ from pydantic import ValidationInfo, model_validator
 
 from cluster.config import RewardProcessConfig
 from cluster.placement import Role
-from learner.algo.loss_config import LossConfig
-from learner.algo.surrogates import SURROGATES
+from learner.algo.surrogates import SURROGATES, LossConfig
 from learner.config.settings import EarlyStopConfig, LoraConfig, Settings, ValueConfig
 from rewards.config import TAKEN, adapters_of, functions_of, resolved_names
 from rollout.config import OWN, DataConfig

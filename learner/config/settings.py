@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 from cluster.config import ClusterConfig, Frozen, Positive
 from cluster.memory.shape import LoraRank, OptimizerKind
 from cluster.trackers import known_tracker
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from rewards.config import RewardConfig
 from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
 from rollout.data.hub import joined
@@ -179,7 +179,7 @@ class ModelConfig(Frozen):
 
 
 class MemoryConfig(Frozen):
-    """Two budgets, in bytes. `auto` leaves layout and budgets to the plan (cluster.memory.search), which also settles
+    """Two budgets, in bytes. `auto` leaves layout and budgets to the plan (cluster.memory.plan), which also settles
     learner.checkpointing, learner.token_budget and rollout.kv_cache where these are auto."""
 
     device: Bytes | None = None

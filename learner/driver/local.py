@@ -27,13 +27,12 @@ from learner.driver.launch import Inputs, wire
 from learner.driver.loop import Loop
 from learner.driver.record import Sinks, closed
 from learner.trainer.service import Arithmetic, Exported, TrainerService
-from rollout.base_manifest import Manifest
 from rollout.delivery import Answer
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.producer import Pipes, ProblemStream
 from rollout.schema import Problem
 from rollout.service import RolloutService
-from rollout.types import Adapter, SentPolicy, WeightsInFile
+from rollout.types import Adapter, Manifest, SentPolicy, WeightsInFile
 
 VOCAB = 8  # of the fakes that are used where none are given
 

@@ -18,8 +18,7 @@ from cluster.memory import shape as units
 from cluster.memory.cards import CardKind
 from cluster.memory.generator import asleep
 from cluster.memory.learner import pushed_bytes
-from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib
-from cluster.memory.search import plan
+from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
 from cluster.memory.shape import LINEAR, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins

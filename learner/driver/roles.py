@@ -37,7 +37,6 @@ from rewards.environment import DEVICE
 from rewards.functions import SUFFIX
 from rewards.limits import NAME as OUTPUT
 from rewards.pool import Judging, RewardServer, RewardService
-from rollout.base_manifest import Manifest
 from rollout.engine import EngineSettings
 from rollout.env.loader import code_of
 from rollout.env.play import Limits
@@ -45,6 +44,7 @@ from rollout.env.rollouts import EnvSettings
 from rollout.producer import until_started
 from rollout.scorer import RewardProcesses
 from rollout.service import RolloutService
+from rollout.types import Manifest
 from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from learner.batch.micro_batch import MicroBatch, micro_batches
-from learner.batch.rows import Rows
+from learner.batch.micro_batch import MicroBatch, Rows, micro_batches
 from learner.model.attention import kernels
 from learner.model.logprob import Logits, begin_anew, policy_logprobs, with_head
 from rollout.architecture import has_experts

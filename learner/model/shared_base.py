@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cluster import machine
 from rollout import shared_base
-from rollout.base_manifest import BaseNotShared, Manifest, Quantised
 from rollout.shared_base import digests_of_pieces
+from rollout.types import BaseNotShared, Manifest, Quantised
 
 
 def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesConfig) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import (
 
 from cluster.actor import Unusable
 from learner.ranks.ranks import PEER_LOST, Meeting
-from learner.trainer.gradient_sums import Peers
+from learner.trainer.optimizer import Peers
 
 # What ranks send each other, as bytes: JSON for plain values, and the contents of tensors behind it.
 #

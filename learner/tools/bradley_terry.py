@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from learner.batch.micro_batch import WholeBatch, whole_batches
-from learner.batch.rows import Rows
+from learner.batch.micro_batch import Rows, WholeBatch, whole_batches
 from learner.config.settings import LearnerConfig, rate_factor
 from learner.model.policy import Policy
 from learner.trainer.memory_limit import OutOfMemory, TokenBudget

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from cluster.machine import main_memory
 from cluster.memory import cards
-from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes
-from cluster.memory.search import least, plan
+from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
 from cluster.memory.shape import DTYPE_BYTES, SHAPES, Parts, Shape, hub_name, shape_of, total
 from cluster.ray_cluster import store_bytes
 from learner.driver import memory

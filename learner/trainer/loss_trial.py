@@ -8,7 +8,7 @@ import json
 import sys
 
 from learner.algo.loss import SurrogateError, try_surrogate
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config import RunConfig
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from cluster.memory.plan import gib
 from cluster.telemetry import peak_resident
-from learner.batch.micro_batch import shares
-from learner.batch.rows import Rows
-from learner.trainer.gradient_sums import Alone, Peers
+from learner.batch.micro_batch import Rows, shares
+from learner.trainer.optimizer import Alone, Peers
 
 log = logging.getLogger("learner")
 

@@ -10,9 +10,8 @@ import pyarrow as pa
 
 from cluster.actor import Shared, stays_there
 from cluster.files import Digest
-from rollout.base_manifest import Manifest
 from rollout.delivery import Answer
-from rollout.types import PolicyId, SentPolicy, WeightsInFile
+from rollout.types import Manifest, PolicyId, SentPolicy, WeightsInFile
 
 
 class Arithmetic(NamedTuple):

@@ -24,7 +24,7 @@ from learner.model.export import export_model
 from learner.model.masters import Masters
 from learner.model.policy import Policy
 from learner.model.roles import ScoredAdapter
-from learner.trainer.gradient_sums import Peers
+from learner.trainer.optimizer import Peers
 from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.weights import Source
 

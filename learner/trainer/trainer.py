@@ -23,7 +23,7 @@ from torch.nn.utils import get_total_norm
 from cluster.actor import Shared
 from cluster.files import Digest
 from learner.algo.advantage import has_signal
-from learner.batch.rows import read
+from learner.batch.micro_batch import read
 from learner.config import ModelConfig
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model import policy as activation_checkpointing
@@ -34,15 +34,12 @@ from learner.model.roles import reward_roles
 from learner.model.shared_base import MappedBase
 from learner.trainer import state as trainer_state
 from learner.trainer.float32_products import library
-from learner.trainer.forward_backward import ROLES, Passes
-from learner.trainer.gradient_sums import GradientSums, Peers, gradient_sums
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
-from learner.trainer.optimizer import AnyUpdater, updater_for, wants_masters
+from learner.trainer.optimizer import AnyUpdater, GradientSums, Peers, gradient_sums, updater_for, wants_masters
 from learner.trainer.service import Arithmetic, Exported, TrainerService
-from learner.trainer.step import Updates, value_learner, value_roles
-from rollout.base_manifest import Manifest
+from learner.trainer.step import ROLES, Passes, Updates, value_learner, value_roles
 from rollout.delivery import Answer
-from rollout.types import Held, SentPolicy, WeightsInFile
+from rollout.types import Held, Manifest, SentPolicy, WeightsInFile
 from rollout.weights import WeightsFile, digests_of, read_of
 
 # With what this process computes: what the last bits of a step depend on, beside its settings and its rollouts.
@@ -252,7 +249,7 @@ class NonFiniteGuard:
     def after(self, failed: str | None, metrics: Mapping[str, float], *, may_overflow: bool, step: int) -> None:
         """After each step. RuntimeError at the third in a row that was skipped.
 
-        failed: the role all of whose updates were skipped (learner.trainer.forward_backward.ROLES); None: there is
+        failed: the role all of whose updates were skipped (learner.trainer.step.ROLES); None: there is
         none. may_overflow: the loss scale of float16, not the model, may be to blame: an overflow halves it, and is no
         fault of the run until the scale is down to 1.
         """

@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
-from rollout.base_manifest import Manifest
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineClosed, EngineDied, EngineSettings
-from rollout.types import Adapter, Completion, EngineError, Held, Sampling, Weights
-from rollout.vllm.adapter_cache import AdapterWindow, Resident
+from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Weights
 from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments
 from rollout.vllm.convert import (
+    AdapterWindow,
+    Resident,
     checked_prompt,
     completion_params,
     lora_request,

@@ -6,8 +6,7 @@ from typing import Any
 
 from rollout.engine import AdapterRefused, EngineAsleep, EngineSettings, NoAdapter
 from rollout.types import EngineError, Held, Weights, WeightsInFile
-from rollout.vllm.adapter_cache import AdapterWindow, Resident
-from rollout.vllm.convert import lora_request
+from rollout.vllm.convert import AdapterWindow, Resident, lora_request
 from rollout.vllm.read_back import held_by
 from rollout.weights import WeightsFile, WeightsReader, unpack
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
 
 from rollout.types import Held
-from rollout.vllm.adapter_cache import Resident
+from rollout.vllm.convert import Resident
 from rollout.vllm.cpu import forget_packed
 from rollout.vllm.shards import agreed, whole_pair
 from rollout.weights import columns_of, columns_read, digests_of

@@ -26,14 +26,14 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from cluster import machine
 from rollout import shared_base
-from rollout.base_manifest import (
+from rollout.data.hub import split
+from rollout.shared_base import SharedFile, digests_of_pieces
+from rollout.types import (
     Manifest,
     Piece,
     Quantised,
     View,
 )
-from rollout.data.hub import split
-from rollout.shared_base import SharedFile, digests_of_pieces
 from rollout.vllm.arguments import know_model
 
 # What vLLM knows of weights in 4 bits (quantization="bitsandbytes"): which bytes of a parameter are which matrix, and

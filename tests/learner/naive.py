@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 
 
 def load(path: str, adapter: str | None) -> Any:

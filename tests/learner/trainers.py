@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.ranks.group import Group

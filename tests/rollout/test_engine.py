@@ -18,8 +18,8 @@ from safetensors.numpy import save
 
 from rollout.engine import AdapterRefused, EngineEnvError, EngineSettings
 from rollout.types import Adapter, AdapterCorrupt, Sampling
-from rollout.vllm import adapter_cache
-from rollout.vllm.adapter_cache import AdapterWindow
+from rollout.vllm import convert
+from rollout.vllm.convert import AdapterWindow
 from rollout.vllm.environment import check_env, required_env
 
 
@@ -120,7 +120,7 @@ def test_staging_writes_what_peft_reads_and_digests_what_was_written() -> None:
 
 
 def test_a_full_disk_is_told_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_cache, "_WEIGHTS", "/dev/full")
+    monkeypatch.setattr(convert, "_WEIGHTS", "/dev/full")
     window = AdapterWindow(2)
     with pytest.raises(OSError, match="No space left on device: '.*gleaner-adapters-.*v0-"):
         window.stage(adapter(0))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, cache_bytes, cached_sequences, generator_bytes
 from cluster.memory.learner import Learning, Micro, learner_bytes
-from cluster.memory.plan import Plan, Wish, Workload
-from cluster.memory.search import plan
+from cluster.memory.plan import Plan, Wish, Workload, plan
 from cluster.memory.shape import SHAPES, Shape
 
 LLAMA = SHAPES["Llama-3.2-1B"]  # 16 layers, h 2048, f 8192, keys 512, V 128256

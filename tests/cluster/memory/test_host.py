@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.memory.learner import LEARNER_PROCESS
-from cluster.memory.plan import Wish, Workload, host_bytes
-from cluster.memory.search import least
+from cluster.memory.plan import Wish, Workload, host_bytes, least
 from cluster.memory.shape import SHAPES, Parts
 
 LLAMA, N = SHAPES["Llama-3.2-1B"], 1_235_814_400

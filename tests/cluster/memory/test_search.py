@@ -9,8 +9,7 @@ import pytest
 from cluster.memory import learner as learner_memory
 from cluster.memory import shape as units
 from cluster.memory.learner import Learning, Micro, ReferenceKind
-from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
-from cluster.memory.search import least, plan
+from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, least, plan
 from cluster.memory.shape import SHAPES
 
 GIB = 2**30

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.memory.learner import divided_params, sharded_base_bytes, sharded_training_bytes
-from cluster.memory.plan import Misfit, Plan, Wish, Workload
-from cluster.memory.search import least, plan
+from cluster.memory.plan import Misfit, Plan, Wish, Workload, least, plan
 from cluster.memory.shape import SHAPES
 
 GIB = 2**30

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.memory.generator import cache_bytes
-from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
-from cluster.memory.search import plan
+from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, plan
 from cluster.memory.shape import GB, SHAPES, base_bytes
 
 # LoRA of rank 16, groups of 8, micro-batches of 2048 tokens, every layer computed twice.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner.algo.advantage import LOSSES
 from learner.algo.loss import kl_to_reference, metrics_of, token_loss
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from tests.learner import naive
 from tests.learner.tokens import batch_of
 

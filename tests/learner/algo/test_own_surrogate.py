@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.algo.loss import SurrogateError, Tokens, function_of, try_surrogate
-from learner.algo.loss_config import LossConfig
-from learner.algo.surrogates import SURROGATES
+from learner.algo.surrogates import SURROGATES, LossConfig
 from tests.learner import naive
 from tests.learner.trainers import advantages_by_hand, distance, gradient, make_trainer, naive_gradient
 

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.algo.targets import assess, learnable, targets_of, token_rewards
-from learner.batch.rows import Rows, read
+from learner.batch.micro_batch import Rows, read
 from learner.config.settings import LearnerConfig, ValueConfig
 from rollout.schema import SCHEMA
 from tests.learner.rollouts import make_group, uniform

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from learner.algo.loss import log_ratio_of, token_loss
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config.settings import LearnerConfig
 from tests.learner import naive
 from tests.learner.tokens import batch_of

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from learner.algo import surrogates
 from learner.algo.loss import Tokens, log_ratio_of, token_loss
-from learner.algo.loss_config import LossConfig
-from learner.algo.surrogates import SURROGATES, Surrogate
+from learner.algo.surrogates import SURROGATES, LossConfig, Surrogate
 from learner.config import load
 from learner.config.settings import LearnerConfig
 from tests.learner import hand_slopes

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.algo.targets import targets_of
-from learner.batch.rows import read
+from learner.batch.micro_batch import read
 from learner.config.settings import LearnerConfig
 from tests.learner.rollouts import make_group, uniform
 

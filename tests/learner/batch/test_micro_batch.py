@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch.micro_batch import MicroBatch, micro_batches
-from learner.batch.rows import Rows, read
+from learner.batch.micro_batch import MicroBatch, Rows, micro_batches, read
 from tests.learner.rollouts import make_group, make_groups, uniform
 
 

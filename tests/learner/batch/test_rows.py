@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from learner.batch.rows import ranges, read
+from learner.batch.micro_batch import ranges, read
 from rollout.schema import SCHEMA, ragged
 from tests.learner.rollouts import make_group, make_groups, uniform
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.batch.micro_batch import MicroBatch, fine_budget, micro_batches, shares
-from learner.batch.rows import Rows, read
+from learner.batch.micro_batch import MicroBatch, Rows, fine_budget, micro_batches, read, shares
 from tests.learner.rollouts import make_groups, uniform
 
 

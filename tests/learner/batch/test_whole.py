@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch.micro_batch import whole_batches
-from learner.batch.rows import read
+from learner.batch.micro_batch import read, whole_batches
 from tests.learner.batch.test_micro_batch import sequence
 from tests.learner.rollouts import make_group, uniform
 

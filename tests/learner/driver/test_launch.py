@@ -16,7 +16,7 @@ import pytest
 from cluster.actor import Local
 from cluster.config import RewardProcessConfig
 from cluster.placement import Role
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config import RunConfig, roles
 from learner.driver import launch
 from learner.driver.console import Phases

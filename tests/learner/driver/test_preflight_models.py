@@ -31,9 +31,9 @@ from learner.model.base import without_weights
 from learner.model.export import served_config, served_weights
 from learner.model.trial import not_by_rows
 from learner.tools.evaluation import policy_of
-from rollout.base_manifest import View
 from rollout.data.chat import Chat
 from rollout.data.weight_files import WEIGHTS_FILE, WeightsError
+from rollout.types import View
 from tests.learner.driver.test_preflight import check, config, model
 
 __all__ = ["config", "model"]  # fixtures

@@ -11,9 +11,9 @@ import pytest
 from cluster.actor import ActorDied, Local, Method, RemoteError
 from learner.driver.failure import LearnerError, WatchedLearner
 from learner.driver.local import VOCAB
-from rollout.base_manifest import BaseNotShared, Manifest
 from rollout.delivery import Answer
 from rollout.fakes import FakeEngine, FakeWorker
+from rollout.types import BaseNotShared, Manifest
 from tests.learner.loops import Trainer, build, configure, first, lines
 
 STEPS = 6

@@ -17,7 +17,7 @@ from learner.config.settings import LoraConfig
 from learner.model.logprob import policy_logprobs
 from learner.model.policy import Policy
 from learner.model.shared_base import MappedBase
-from rollout.base_manifest import BaseNotShared, View
+from rollout.types import BaseNotShared, View
 from tests.learner.model.test_packing_check import random_adapter
 from tests.shared_bases import Owner, manifest_of, mappings, owner_of
 

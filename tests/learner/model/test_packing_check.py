@@ -15,8 +15,7 @@ from torch import Tensor
 
 from learner.batch import micro_batch
 from learner.batch.layout import Layout, Segment
-from learner.batch.micro_batch import micro_batches
-from learner.batch.rows import Rows
+from learner.batch.micro_batch import Rows, micro_batches
 from learner.model import attention, packing_check
 from learner.model.attention import attend_tiles, kernels
 from learner.model.logprob import policy_logprobs

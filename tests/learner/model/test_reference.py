@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from examples.random_model import make_tiny_model
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config import ModelConfig
 from learner.config.settings import OptimizerConfig
 from learner.model.policy import Policy

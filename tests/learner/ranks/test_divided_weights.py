@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from cluster.memory.learner import FILE_BYTES
 from examples.random_model import make_tiny_model
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config.settings import OptimizerConfig
 from learner.model.logprob import begin_anew
 from learner.trainer import state

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.ranks.rank import check_alike
 from tests.learner.rank_processes import (
     Failed,

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from examples.random_families import FAMILIES, TINY, make_family
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from tests.learner.rank_processes import rank_processes
 from tests.learner.ranks.test_divided_weights import FULL, trained
 from tests.learner.rollouts import make_groups, uniform

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.random_model import make_tiny_model
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from tests.learner.adapters import written_adapter
 from tests.learner.rank_processes import rank_processes, steps
 from tests.learner.rollouts import make_groups, uniform

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from examples.random_model import make_tiny_model
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config import ModelConfig, RunConfig
 from learner.driver.failure import PreflightError
 from learner.driver.input_checks import check_weights

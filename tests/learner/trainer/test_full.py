@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.memory.shape import OptimizerKind
 from examples.random_model import make_tiny_model
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.config.settings import LearnerConfig, OptimizerConfig
 from learner.trainer.optimizer import RoundedUpdater, rounded, updater_for
 from rollout.types import Weights

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.config.settings import LearnerConfig
-from learner.trainer.gradient_sums import LIMIT, Alone, ExactSums, least_tokens, rounded_sum
+from learner.trainer.optimizer import (
+    LIMIT,
+    Alone,
+    ExactSums,
+    least_tokens,
+    rounded_sum,
+)
 
 NUMBERS = st.floats(-(2.0**24), 2.0**24, width=32, exclude_min=True, exclude_max=True)
 

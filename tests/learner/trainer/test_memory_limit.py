@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.trainer import memory_limit
 from learner.trainer.memory_limit import MemoryLimit, OutOfMemory, device_of
 from learner.trainer.trainer import Trainer

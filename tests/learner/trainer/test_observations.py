@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.trainer.trainer import Trainer
 from rollout.schema import SCHEMA, masks_of, ragged
 from tests.learner import naive

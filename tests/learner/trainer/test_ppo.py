@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.algo.targets import Assessment
 from learner.config.settings import ScheduleConfig, ValueConfig, rate_factor
 from learner.trainer.trainer import Trainer

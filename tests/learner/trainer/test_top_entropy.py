@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.algo.loss import most_uncertain
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.trainers import (

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.trainers import advantages_by_hand, distance, gradient, groups_near, make_trainer, naive_gradient

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM
 
 from learner.config.settings import AUTO_TOKEN_BUDGET, OptimizerConfig, ScheduleConfig
-from learner.trainer.forward_backward import Learned, Update
+from learner.trainer.step import Learned, Update
 from learner.trainer.trainer import MAX_IN_A_ROW, NonFiniteGuard, Trainer
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, uniform

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from learner.algo.loss import value_loss
-from learner.algo.loss_config import LossConfig
+from learner.algo.surrogates import LossConfig
 from learner.algo.targets import targets_of
-from learner.batch.rows import read
+from learner.batch.micro_batch import read
 from learner.config.settings import LearnerConfig
-from learner.trainer.forward_backward import Learned, Update
+from learner.trainer.step import Learned, Update
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_groups, uniform

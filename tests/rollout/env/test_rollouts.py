@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.batch.rows import read
+from learner.batch.micro_batch import read
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.engine import EngineSettings

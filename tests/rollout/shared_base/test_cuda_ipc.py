@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rollout import shared_base
-from rollout.base_manifest import BaseNotShared
+from rollout.types import BaseNotShared
 
 
 def test_torch_takes_the_arguments_that_are_handed_on() -> None:

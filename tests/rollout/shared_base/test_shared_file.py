@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.base_manifest import BaseNotShared
 from rollout.shared_base import SharedFile, map_file
+from rollout.types import BaseNotShared
 from tests.shared_bases import manifest_of, mappings
 
 WRITE = """

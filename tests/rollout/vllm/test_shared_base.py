@@ -14,8 +14,7 @@ from examples.random_model import make_tiny_model
 from learner.model.export import update_of
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import held_of
-from rollout.base_manifest import BaseNotShared, Manifest
-from rollout.types import Adapter, Sampling
+from rollout.types import Adapter, BaseNotShared, Manifest, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.learner.model.test_mapped_base import CPU, learned, policy_of, same
 from tests.rollout.engine_case import PROMPT, run, settings

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 from learner.model.export import update_of
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import answer_of
-from rollout.base_manifest import (
+from rollout.types import (
+    Adapter,
     BaseNotShared,
     Manifest,
     Quantised,
     View,
 )
-from rollout.types import Adapter
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.shared_base import quantised_of
 from tests.learner.model.test_mapped_base import CPU, learned, policy_of, same

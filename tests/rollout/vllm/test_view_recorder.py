@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.base_manifest import View
 from rollout.shared_base import SharedFile
+from rollout.types import View
 from rollout.vllm.shared_base import ViewRecorder
 
 Tensors = dict[str, Tensor]
