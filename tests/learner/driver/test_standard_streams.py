@@ -131,7 +131,10 @@ def test_a_pipe_that_somebody_has_set_not_to_block_gets_all_of_it() -> None:
     """As ssh and node set the terminal that they share: a full pipe is then an error to Python."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    program = "from learner.driver import process\nprocess.keep_streams()\nprint('y' * 10**6)\nexit(process.streams_outcome(0))"
+    program = (
+        "from learner.driver import process\nprocess.keep_streams()\nprint('y' * 10**6)\n"
+        "exit(process.streams_outcome(0))"
+    )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=writing)
     os.close(writing)
     read: list[bytes] = []
