@@ -1,6 +1,7 @@
 """Fingerprints change with the content and with nothing else, and no reward function runs for them."""
 
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from learner.driver import identity
 from learner.driver.identity import Fingerprints, differing, fingerprints_of
 from rewards.loader import source_of
 from tests import hub_cache
+from tests.moved_functions import MOVED, now
 
 
 def made(base: Path, *uses: str, rows: Any = ({"a": 1},), **changed: Any) -> Fingerprints:
@@ -160,3 +162,19 @@ def test_what_a_reward_functions_file_imports_from_beside_it_counts(tmp_path: Pa
     assert differing(made(tmp_path, use).rewards, before) == ["f of mine.py, more.py"]
     (tmp_path / "more.py").write_text("x = (")  # whoever imports it says so
     assert set(made(tmp_path, use).rewards) == set(before)
+
+
+def test_a_run_of_before_our_functions_were_moved_has_the_same_ones(tmp_path: Path) -> None:
+    moved = json.loads(identity.MOVED_FILE.read_text())
+    assert sorted(moved.values()) == sorted(map(now, MOVED.values())), "python -m tests.moved_functions"
+    old, new = next(iter(moved.items()))
+    file = tmp_path / "fingerprints.json"
+    given = Fingerprints(
+        {}, {"a of number.py": f"{old} math 1", "b of judge_settings.py": "x", "c of mine.py": "y"}, {}
+    )
+    file.write_text(given.to_json())
+    assert Fingerprints.read(file).rewards == {
+        "a of number.py": f"{new} math 1",
+        "b of judge.py": "x",
+        "c of mine.py": "y",
+    }
