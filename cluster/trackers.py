@@ -1,4 +1,4 @@
-"""The configuration of a run as one level: what trackers, reports and cards show of it."""
+"""Where metrics go beside metrics.jsonl. A tracker is one class here and one row of TRACKERS."""
 
 import hashlib
 import json
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from cluster.files import writing
 from cluster.ray_cluster import RayMetrics, metrics_address
 from cluster.reading import Unreadable, read_mapping, read_text, read_yaml
+
+# The configuration of a run as one level: what trackers, reports and cards show of it.
 
 
 def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a function brings along: the variables around it and its defaults; of other things, what they are made of."""
+"""Functions without a file to name, of a notebook, a main script or a closure: written to a file, and told apart."""
 
 import copyreg
 import dis
@@ -21,6 +21,8 @@ import cloudpickle
 
 from rewards.base import RewardLoadError, said
 from rewards.environment import described
+
+# What a function brings along: the variables around it and its defaults; of other things, what they are made of.
 
 
 def captured(function: FunctionType) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a reward process may hold: its memory cap, what is said of a function that met it, and what has leaked."""
+"""What a reward process may hold and how long it may take: memory cap, deadlines, and where its output goes."""
 
 import errno
 import io
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.confinement import limit
+
+# What a reward process may hold: its memory cap, what is said of a function that met it, and what has leaked.
+
 
 DEFAULT_MEMORY = (
     4 << 30

@@ -1,15 +1,16 @@
-"""Whether an engine's logprobs of the probe tokens follow the learner's from policy version to policy version.
+"""Proof that a generator holds the policy it was sent. Silent non-delivery is the costliest bug of this field: an
+adapter that never reaches the sampler looks like staleness.
 
-A frozen engine gives the same logprobs for ever. Between two versions of one engine, what always sets it apart from the
-learner (kernels, 16 bits, an fp8 cache) cancels. Rounding does not: new weights are rounded anew, on both sides. In 16
-bits that can be more than a small training step, so of two honest answers one may stand still while the other moves.
-Hence a pair of versions counts only if the learner's logprobs moved FAR times as far between them as they differed from
-the engine's at the first: then most of that way is policy, not rounding. A frozen engine falls further behind with each
-version, until it is found out. How many versions that takes: benchmarks/engine/delivery_power.py.
+Three checks, each of which finds what those before it let pass:
 
-Rounding is uneven: in bfloat16 the two sides' logprobs of a token of the demo's probes differ by 0.01 nats (median), of
-one token in 2,000, mostly an unlikely one, by 0.5 to 1.7. Squares would let that one decide. So a way is a mean of
-absolute values, and the token that lowers the engine's share most is left out: no single token stops a run.
+    digest      of the bytes that arrived (check_digest): a transport that corrupts or mixes up policies.
+    tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing,
+    in
+                part, or into another slot; a copy that was not renewed. Of an adapter all of it, so any step that
+                changes one bit is seen; of whole weights some columns of each matrix (rollout.weights).
+    logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
+                (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says about its
+                tensors, logprobs that do not follow the learner's from version to version (rollout.delivery).
 """
 
 from __future__ import annotations
@@ -24,6 +25,20 @@ import numpy.typing as npt
 
 from cluster.actor import Shared
 from rollout.types import Held, PolicyId, SentPolicy
+
+# Whether an engine's logprobs of the probe tokens follow the learner's from policy version to policy version.
+#
+# A frozen engine gives the same logprobs for ever. Between two versions of one engine, what always sets it apart from
+# the learner (kernels, 16 bits, an fp8 cache) cancels. Rounding does not: new weights are rounded anew, on both sides.
+# In 16 bits that can be more than a small training step, so of two honest answers one may stand still while the other
+# moves. Hence a pair of versions counts only if the learner's logprobs moved FAR times as far between them as they
+# differed from the engine's at the first: then most of that way is policy, not rounding. A frozen engine falls further
+# behind with each version, until it is found out. How many versions that takes: benchmarks/engine/delivery_power.py.
+#
+# Rounding is uneven: in bfloat16 the two sides' logprobs of a token of the demo's probes differ by 0.01 nats (median),
+# of one token in 2,000, mostly an unlikely one, by 0.5 to 1.7. Squares would let that one decide. So a way is a mean of
+# absolute values, and the token that lowers the engine's share most is left out: no single token stops a run.
+
 
 Logprobs = npt.NDArray[np.float32]
 
@@ -84,20 +99,6 @@ def _compare(gone: npt.NDArray[np.floating], way: npt.NDArray[np.float64], off: 
         return None
     return float(along[rest].mean()) / length, length
 
-
-# Proof that a generator holds the policy it was sent. Silent non-delivery is the costliest bug of this field: an
-# adapter that never reaches the sampler looks like staleness.
-#
-# Three checks, each of which finds what those before it let pass:
-#
-#     digest      of the bytes that arrived (check_digest): a transport that corrupts or mixes up policies.
-#     tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing,
-#     in
-#                 part, or into another slot; a copy that was not renewed. Of an adapter all of it, so any step that
-#                 changes one bit is seen; of whole weights some columns of each matrix (rollout.weights).
-#     logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
-#                 (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says about its
-#                 tensors, logprobs that do not follow the learner's from version to version (rollout.delivery).
 
 # Most nats that learner and generator may differ by on the probe, by compute type. float32: at any token; 5e-5 is
 # measured. The others: rms without the token that differs most, which in 16 bits says nothing (rollout.delivery). Of

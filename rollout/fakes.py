@@ -1,4 +1,4 @@
-"""Rollout groups without a worker: by default small numbers that tell rows apart. For tests and benchmarks."""
+"""An engine, a worker and groups without a model: instant and deterministic. For pure-logic tests and simulations."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from rollout.types import (
     WeightsInFile,
     digest_of,
 )
+
+# Rollout groups without a worker: by default small numbers that tell rows apart. For tests and benchmarks.
 
 
 def make_problem(position: int, prompt_ids: Sequence[int] = (3, 1, 2)) -> Problem:

@@ -1,4 +1,6 @@
-"""Digests of a base model's memory that a card computes as well as a CPU: sums of integers, exact in any order."""
+"""A base model's memory that two processes on one machine share (memory.base: shared): a file on a CPU, handles of CUDA
+memory on a card, and digests by which both prove that they see the same.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rollout.types import BaseNotShared, Manifest
 from rollout.weights import as_bytes
+
+# Digests of a base model's memory that a card computes as well as a CPU: sums of integers, exact in any order.
+
 
 CHUNK = 1 << 20  # elements at once, as int64: 8 MiB, and as much again for their places and their products
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -1,4 +1,5 @@
-"""Memory as a tensor of bytes."""
+"""Weights on their way from the learner to generators: as safetensors bytes or as a file in memory, and their
+digests."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from cluster import machine
 from cluster.actor import ValueLost
 from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile, digest_of_weights
+
+# Memory as a tensor of bytes.
 
 
 def as_bytes(memory: bytes | memoryview | mmap.mmap) -> Tensor:

@@ -1,4 +1,4 @@
-"""metrics.jsonl, read while a run writes it."""
+"""train(), evaluate() and plan(): what the commands do, called from a script or a notebook."""
 
 import inspect
 import json
@@ -22,6 +22,9 @@ from learner.model.adapter_config import MODEL
 if TYPE_CHECKING:
     from learner.config import RunConfig
     from learner.tools.evaluation import Evaluated
+
+# metrics.jsonl, read while a run writes it.
+
 
 Metrics = dict[str, float | None]  # of one step; None: not finite
 

@@ -1,4 +1,6 @@
-"""A card as a user names it: `rtx4090`, `24` (GB as sold), `24GiB` or `24GB`."""
+"""The memory of a run: the cards that it is planned for, what its settings ask of the planner, the budgets that its
+processes are held to, and beside them what was measured.
+"""
 
 import json
 import logging
@@ -29,6 +31,9 @@ from learner.model.adapter_config import AdapterError, read_scored
 from rewards.config import adapters_of
 from rollout.config import DEFAULT_KV, DEFAULT_SEQUENCES, parse_size
 from rollout.data.weight_files import WeightsError
+
+# A card as a user names it: `rtx4090`, `24` (GB as sold), `24GiB` or `24GB`.
+
 
 EXAMPLES = "24GiB, 24 (GB as cards are sold) or rtx4090"
 

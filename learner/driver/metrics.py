@@ -1,4 +1,4 @@
-"""Numbers of trajectories: turns, calls, and what environments took and said of themselves. Pure."""
+"""Numbers of a batch of rollout groups, what they say of the training signal, and when they end a run. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,8 @@ from learner.config import GuardConfig, RunConfig
 from learner.driver.failure import RunEnded
 from rollout.env.trajectory import FAULT, FAULTS
 from rollout.schema import failed, lasts, masks_of, oldest_versions, parts_of, rewards_of, sampled_lengths, whole
+
+# Numbers of trajectories: turns, calls, and what environments took and said of themselves. Pure.
 
 
 def env_metrics(rows: pa.Table) -> dict[str, float]:

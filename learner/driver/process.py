@@ -1,6 +1,4 @@
-"""Whether another distribution was installed over a package of this project, as pip does without a word: names as plain
-as `rewards` are others' too. Imports the standard library alone.
-"""
+"""The process of a command: whose packages it imports, what asks it to end, and standard streams that may be closed."""
 
 import ast
 import asyncio
@@ -23,6 +21,10 @@ from types import FrameType
 from typing import Any, TextIO
 
 from cluster.own_path import PACKAGES, ROOT, theirs
+
+# Whether another distribution was installed over a package of this project, as pip does without a word: names as plain
+# as `rewards` are others' too. Imports the standard library alone.
+
 
 OURS = "gleaner-rl"
 

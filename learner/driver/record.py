@@ -1,8 +1,4 @@
-"""mismatch/ of a run: of each step, by how much the learner's logprob of each token differs from the sampler's.
-
-A file beside that of the step's rollouts, since the learner alone knows it, and only after the step. Facts of rollouts
-go to disk before. float16: a difference of 1e-6 nats is still known to 3 %.
-"""
+"""What a run leaves on the disk: metrics and mismatch of each step, the digest of its policy, and its checkpoints."""
 
 import json
 import os
@@ -37,6 +33,12 @@ from rollout import ledger
 from rollout.delivery import Answer, Receipt
 from rollout.producer import Pipes, Producer
 from rollout.types import PolicyId
+
+# mismatch/ of a run: of each step, by how much the learner's logprob of each token differs from the sampler's.
+#
+# A file beside that of the step's rollouts, since the learner alone knows it, and only after the step. Facts of
+# rollouts go to disk before. float16: a difference of 1e-6 nats is still known to 3 %.
+
 
 MISMATCH_FOLDER = "mismatch"
 MISMATCH_SCHEMA = pa.schema(

@@ -1,6 +1,17 @@
-"""What attention over a packed row computes at once: a tile of queries, or several small ones padded to one shape.
+"""Attention over a packed row: completions without padding that share the prompt they follow.
 
-Letters as in learner.model.attention, and P: K for one tile, B K for several.
+A packed row [1, N] is tiled by segments. The tokens of a segment attend to a prefix elsewhere in the row, if it has
+one, and causally to themselves; nothing else is seen. So G completions of P + T tokens cost P + G T, and the gradient
+is exact: that of the prefix's keys and values sums over the completions (PrefixGrouper, 2506.05433).
+
+It reaches a model through transformers' AttentionInterface, under two names, and no model is patched:
+    gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16
+    bit
+    gleaner_segments  everywhere else: on a CPU tiles of queries (learner.model.attention); on a card, and where
+                      a window or a cap limits what is seen, scaled_dot_product_attention per block of segments
+No mask function is registered beside them: transformers then makes no mask, and does not search the positions for
+packed rows, which would wait for the device. learner.model.packing_check proves at start-up that a model honours all
+this. Letters: N tokens of the row, D head dimension, S segments, P tokens of a prefix, M tokens of a block.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from learner.batch.layout import Block, Layout, Tile, TileBatch, block_mask
+
+# What attention over a packed row computes at once: a tile of queries, or several small ones padded to one shape.
+#
+# Letters as in learner.model.attention, and P: K for one tile, B K for several.
 
 
 class Row:
@@ -227,21 +242,6 @@ def _causal(rows: slice, key: Tensor) -> Tensor:
     future = places > places[rows, None]
     return torch.zeros(future.shape, device=key.device).masked_fill_(future, -torch.inf)
 
-
-# Attention over a packed row: completions without padding that share the prompt they follow.
-#
-# A packed row [1, N] is tiled by segments. The tokens of a segment attend to a prefix elsewhere in the row, if it has
-# one, and causally to themselves; nothing else is seen. So G completions of P + T tokens cost P + G T, and the gradient
-# is exact: that of the prefix's keys and values sums over the completions (PrefixGrouper, 2506.05433).
-#
-# It reaches a model through transformers' AttentionInterface, under two names, and no model is patched:
-#     gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16
-#     bit
-#     gleaner_segments  everywhere else: on a CPU tiles of queries (learner.model.attention); on a card, and where
-#                       a window or a cap limits what is seen, scaled_dot_product_attention per block of segments
-# No mask function is registered beside them: transformers then makes no mask, and does not search the positions for
-# packed rows, which would wait for the device. learner.model.packing_check proves at start-up that a model honours all
-# this. Letters: N tokens of the row, D head dimension, S segments, P tokens of a prefix, M tokens of a block.
 
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
 ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without a word

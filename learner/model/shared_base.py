@@ -1,8 +1,4 @@
-"""Layers in 4 bits on memory of a generator (memory.base: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
-transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
-
-What is multiplied out is the same to the bit: un-nested scales are what bitsandbytes makes of nested ones each time.
-"""
+"""The base model as the generator holds it: the learner maps its memory and has no copy (memory.base: shared)."""
 
 from __future__ import annotations
 
@@ -20,6 +16,11 @@ from cluster import machine
 from rollout import shared_base
 from rollout.shared_base import digests_of_pieces
 from rollout.types import BaseNotShared, Manifest, Quantised
+
+# Layers in 4 bits on memory of a generator (memory.base: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
+# transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
+#
+# What is multiplied out is the same to the bit: un-nested scales are what bitsandbytes makes of nested ones each time.
 
 
 def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesConfig) -> None:
@@ -64,8 +65,6 @@ def weight_of(layer: Any, packed: Tensor, scales: Tensor, quantised: Quantised) 
         module=layer,
     )
 
-
-# The base model as the generator holds it: the learner maps its memory and has no copy (memory.base: shared).
 
 SHOWN = 3  # names in a message
 

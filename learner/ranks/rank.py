@@ -1,8 +1,4 @@
-"""What a rank keeps so that a step can be taken again: all that it depends on, as it was when the step began.
-
-Ranks that are left after the loss of one may be anywhere in the step, one before its update and another behind it. With
-this they all go back to where they were equal, and give it to the process that takes the place of the lost one.
-"""
+"""One rank of the learner: a trainer that shares each step with its peers, with the whole base or a shard of it."""
 
 import asyncio
 import hashlib
@@ -28,6 +24,11 @@ from learner.trainer.state import DividedState, set_weights, weights_of
 from learner.trainer.trainer import Trainer
 from rollout.delivery import Answer
 from rollout.types import PolicyId, SentPolicy
+
+# What a rank keeps so that a step can be taken again: all that it depends on, as it was when the step began.
+#
+# Ranks that are left after the loss of one may be anywhere in the step, one before its update and another behind it.
+# With this they all go back to where they were equal, and give it to the process that takes the place of the lost one.
 
 
 class Before(NamedTuple):

@@ -1,4 +1,4 @@
-"""The curves of a run as one line each."""
+"""`gleaner report RUN --terminal`: a run's curves, steps and completions in a terminal."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,6 +20,9 @@ from learner.driver.console import escaped, sentence
 from learner.tools.report.run_folder import ReportError, Run, read_run
 from learner.tools.report.summary import is_score, starts_of
 from learner.tools.rollouts import RolloutsError, of_group, rows_of
+
+# The curves of a run as one line each.
+
 
 CURVES = (
     "reward/mean", "eval/accuracy", "reward/failed", "rollout/completion_length", "policy/entropy", "policy/kl",

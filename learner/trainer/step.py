@@ -1,6 +1,5 @@
-"""PPO's value: its passes over micro-batches, and its optimizer steps. It learns beside the policy and never within the
-policy's passes: one role's activations are gone before the other's forward pass, so the peak is the larger of the two.
-Letters: as in learner.batch.
+"""The optimizer steps of one batch: forward and backward passes over micro-batches, for the policy and PPO's value.
+Letters: N as in learner.batch, M too.
 """
 
 import math
@@ -31,6 +30,11 @@ from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
 from learner.trainer.memory_limit import TokenBudget, longest_rows
 from learner.trainer.optimizer import AnyUpdater, GradientSums, Updater, gradient_sums, least_tokens
+
+# PPO's value: its passes over micro-batches, and its optimizer steps. It learns beside the policy and never within the
+# policy's passes: one role's activations are gone before the other's forward pass, so the peak is the larger of the
+# two. Letters: as in learner.batch.
+
 
 # Forward and backward passes over the micro-batches of a step. Letters: N as in learner.batch, M too.
 

@@ -1,4 +1,4 @@
-"""What math-verify is to read of an answer: forms that it takes for something else, written as it knows them."""
+"""Is the answer mathematically equal to the gold answer? By math-verify (LaTeX, sets, intervals, fractions, ...)."""
 
 import importlib
 import logging
@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from rewards.limits import Patience, computing
 from rewards.text import check_tag, column_of, gold_text, tagged, text_of
+
+# What math-verify is to read of an answer: forms that it takes for something else, written as it knows them.
+
 
 _DELIMITER = re.compile(r"(?<!\\)(?:\$|\\[\[(])")  # $, \[ or \(, but no \$, which is money, and no \\[, a line's end
 _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
@@ -109,8 +112,6 @@ def _rewritten(text: str) -> str | None:
     text = _GROUPED.sub(lambda group: re.sub("[^0-9]", "", group[0]), text)
     return None if _SEVERAL.fullmatch(text) else text
 
-
-# Is the answer mathematically equal to the gold answer? By math-verify (LaTeX, sets, intervals, fractions, ...).
 
 # Imported with this module, which only the loader imports: the second it takes must not count against the deadline.
 _math_verify = importlib.import_module("math_verify")

@@ -1,8 +1,4 @@
-"""Tasks of reasoning_gym, each imported with its own family (arithmetic, logic, games ...) instead of with all of them.
-
-The package imports every family, with matplotlib and sympy: 1 s of a core in each of the three processes of a start
-that need one task. The family of arithmetic takes a tenth of that.
-"""
+"""The reward functions that come with the tasks of reasoning_gym."""
 
 import ast
 import builtins
@@ -30,6 +26,12 @@ from rewards import limits
 from rewards.base import Zeroed, said
 from rewards.limits import Late, Patience
 from rewards.text import check_tag, tagged, text_of
+
+# Tasks of reasoning_gym, each imported with its own family (arithmetic, logic, games ...) instead of with all of them.
+#
+# The package imports every family, with matplotlib and sympy: 1 s of a core in each of the three processes of a start
+# that need one task. The family of arithmetic takes a tenth of that.
+
 
 PACKAGE = "reasoning_gym"
 _whole = RLock()
@@ -222,8 +224,6 @@ def _read(told: bytes, child: _Child, *, late: bool) -> Scored:
         pass
     return Scored(0.0, why="its process ended without a score")
 
-
-# The reward functions that come with the tasks of reasoning_gym.
 
 task_factory()  # with this module, which only the loader imports: what is missing is said as it loads
 

@@ -1,4 +1,5 @@
-"""The fenced blocks of a Markdown text, as CommonMark has them."""
+"""Does the code that was written pass its unit tests? Code and tests run in a process each
+(rewards.code.tests_child)."""
 
 import ast
 import asyncio
@@ -16,6 +17,9 @@ from rewards.base import Zeroed
 from rewards.code.process import Limits, outcome_of
 from rewards.environment import LONGEST
 from rewards.text import column_of, text_of
+
+# The fenced blocks of a Markdown text, as CommonMark has them.
+
 
 _LANGUAGE = re.compile(r"[{.]*([\w+#-]+)")  # `python`, `{python}`, `{.python .numberLines}`, `python:file.py`
 _MARKDOWN = MarkdownIt("commonmark")
@@ -37,8 +41,6 @@ def _to_the_margin(block: str) -> str:
     """Dedented if its first line is indented: dedent also empties lines of spaces, which texts in the code may have."""
     return textwrap.dedent(block) if block.lstrip("\n")[:1] in (" ", "\t") else block
 
-
-# Does the code that was written pass its unit tests? Code and tests run in a process each (rewards.code.tests_child).
 
 log = logging.getLogger("rewards")
 

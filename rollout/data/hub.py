@@ -1,4 +1,4 @@
-"""One quick connection tells whether the hub can be reached; its client would try for half a minute at each file."""
+"""Files of models, from a folder or the hub, and whether the hub can be reached."""
 
 import logging
 import os
@@ -14,6 +14,9 @@ from urllib.request import getproxies
 
 from cluster.reading import MIB, Unreadable, read_mapping, read_text
 from rollout.data.files import is_file_name, is_pattern
+
+# One quick connection tells whether the hub can be reached; its client would try for half a minute at each file.
+
 
 # What the parts of Chat raise.
 

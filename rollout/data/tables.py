@@ -1,6 +1,4 @@
-"""Where the rows of a source lie once it is read: a million of them take no more memory than some thousands, and each
-is read by its position.
-"""
+"""Rows of JSON and CSV as they are written, and where they lie: a million take no more memory than some thousands."""
 
 import bz2
 import csv
@@ -22,6 +20,10 @@ from itertools import chain, islice
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
+
+# Where the rows of a source lie once it is read: a million of them take no more memory than some thousands, and each
+# is read by its position.
+
 
 Row = dict[str, Any]
 

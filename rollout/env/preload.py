@@ -1,8 +1,6 @@
-"""Ends what environments have started when the process that they are forked from is gone, however that came.
+"""Loaded once by the server that environments' processes are forked from, so that a new one costs milliseconds.
 
-The kernel ends the environments then (rewards.worker.confine), and not what they have started; and no code of the
-server's own runs where it is killed, as Ray kills what a generator leaves. So it is a process of its own, which waits
-for that. What it ends is known by a variable that each process hands on to those that it starts. Linux only.
+What goes wrong here is said by the first process that needs it: it loads the same again.
 """
 
 import contextlib
@@ -21,6 +19,13 @@ from cluster.machine import MARK, marked, sweep
 from rewards.environment import lent, withhold
 from rewards.worker import signal_at_end_of_parent
 from rollout.env.loader import found
+
+# Ends what environments have started when the process that they are forked from is gone, however that came.
+#
+# The kernel ends the environments then (rewards.worker.confine), and not what they have started; and no code of the
+# server's own runs where it is killed, as Ray kills what a generator leaves. So it is a process of its own, which waits
+# for that. What it ends is known by a variable that each process hands on to those that it starts. Linux only.
+
 
 PATIENCE_S = 5.0  # for the kernel to end them, and those that they start meanwhile
 
@@ -48,10 +53,6 @@ def _wait_for_the_end_of(parent: int) -> None:
     if os.getppid() == parent:
         signal.sigwait({signal.SIGUSR1})
 
-
-# Loaded once by the server that environments' processes are forked from, so that a new one costs milliseconds.
-#
-# What goes wrong here is said by the first process that needs it: it loads the same again.
 
 VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
 SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"  # with values for its start alone

@@ -1,4 +1,4 @@
-"""Where environments' processes come from, and how one is ended with all that it has started."""
+"""An environment in a process of its own, seen from the generator; where such processes come from, and how they end."""
 
 import asyncio
 import contextlib
@@ -33,6 +33,9 @@ from rollout.env.protocol import Asked, NoMore, Sampled, Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 from rollout.scorer import Sentences
+
+# Where environments' processes come from, and how one is ended with all that it has started.
+
 
 log = logging.getLogger("rollout")
 

@@ -1,8 +1,4 @@
-"""AMX, the matrix instructions of newer Intel CPUs, in a process in which vLLM computes.
-
-Linux gives them to a process that asks. vLLM's attention in bfloat16 uses them without asking, so that the process ends
-with "Illegal instruction" where nothing before it has asked. Hence importing this module asks.
-"""
+"""What is changed of vLLM's CPU build: LoRA, RMSNorm and sampling by faster and exact operations, and AMX."""
 
 from __future__ import annotations
 
@@ -14,6 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+# AMX, the matrix instructions of newer Intel CPUs, in a process in which vLLM computes.
+#
+# Linux gives them to a process that asks. vLLM's attention in bfloat16 uses them without asking, so that the process
+# ends with "Illegal instruction" where nothing before it has asked. Hence importing this module asks.
 
 
 class AmxWorker:

@@ -1,4 +1,4 @@
-"""What the chat template is told of a Python function, and the check of the arguments that a policy gives it."""
+"""Python functions as tools: what the chat template is told of them, the check of arguments, and the calls."""
 
 import asyncio
 import inspect
@@ -18,6 +18,9 @@ from rewards.base import said
 from rewards.environment import OF_ENVIRONMENTS, described
 from rollout.env.protocol import Message, Step, ToolCall, ToolSpec, Turn, as_text
 from rollout.env.tools.parser import MAX_NAME
+
+# What the chat template is told of a Python function, and the check of the arguments that a policy gives it.
+
 
 _LEFT_OUT = ("title", "default", "discriminator")  # of pydantic's; transformers has none of them either
 

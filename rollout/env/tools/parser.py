@@ -1,10 +1,4 @@
-"""The tool calls in a turn's text, in the form of Hermes, Qwen2.5, Qwen3 and others:
-
-    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
-
-Unlike a server's parser it never takes an attempt that cannot be read for plain text: whoever is to learn to call must
-be told what was wrong, and what it costs is the environment's to say.
-"""
+"""Tool calls in a turn's text, and which parser reads those of a model."""
 
 import json
 import re
@@ -17,6 +11,14 @@ from rollout.data.chat import Chat
 from rollout.data.hub import ChatError
 from rollout.data.observation import USER
 from rollout.env.protocol import DEEPEST, ToolCall, ToolSpec, as_text, is_text, too_deep
+
+# The tool calls in a turn's text, in the form of Hermes, Qwen2.5, Qwen3 and others:
+#
+#     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+#
+# Unlike a server's parser it never takes an attempt that cannot be read for plain text: whoever is to learn to call
+# must be told what was wrong, and what it costs is the environment's to say.
+
 
 Parsed = tuple[tuple[ToolCall, ...], tuple[str, ...]]
 """Calls in their order, and one sentence for each attempt that could not be read, fit to be shown to the policy."""
