@@ -1,4 +1,4 @@
-"""The rules that no linter knows: sizes, who may import ray and vllm, configuration that loads nothing heavy."""
+"""The rules that no linter knows: sizes in both directions, who may import ray and vllm, what loads nothing heavy."""
 
 import ast
 import subprocess
@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import arrows, modules
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("gleaner", "learner", "rollout", "rewards", "cluster")
 SOURCES = sorted(
     file for folder in (*PACKAGES, "examples", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")
 )
 MAX_FILE, MAX_FUNCTION, MAX_CLASS, MAX_ATTRIBUTES = 600, 60, 300, 15
+MAX_FOLDER, FRAGMENT = 16, 80  # code files besides __init__.py; lines
+MANY_COMMANDS = "learner/tools"  # one file per command, so as many as there are
+# Below FRAGMENT with one importer, and why they stand alone; an entry point (`python -m`) may always.
+ALONE = {
+    "learner.tools.served_stops": "vLLM's server imports it by name, and nothing else of ours",
+    "rollout.vllm.tool_parsers": "it imports vllm, which only this folder may",
+    "rewards.built_in.": "the loader imports each by name",
+}
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 ONLY_IN = {"ray": "cluster/ray_*.py", "vllm": "rollout/vllm/*.py"}
 
@@ -94,6 +104,29 @@ def test_every_source_file_keeps_the_rules() -> None:
 )
 def test_a_breach_is_seen(name: str, text: str, breach: str) -> None:
     assert [breach in found for found in breaches(name, text)] == [True]
+
+
+def test_a_folder_holds_few_files() -> None:
+    folders = {file.parent for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    held = {name_of(folder): len([*folder.glob("*.py")]) - (folder / "__init__.py").exists() for folder in folders}
+    assert {folder: count for folder, count in held.items() if count > MAX_FOLDER and folder != MANY_COMMANDS} == {}
+
+
+def test_what_only_one_module_uses_stands_in_it() -> None:
+    product = {name: module for package in PACKAGES for name, module in modules(ROOT, package).items()}
+    importers: dict[str, set[str]] = {}
+    for one, other in arrows(product):
+        importers.setdefault(other, set()).add(one)
+    fragments = {
+        name: sorted(importers[name])
+        for name, module in product.items()
+        if module.lines < FRAGMENT
+        and len(importers.get(name, ())) == 1
+        and module.path.name not in ("__init__.py", "__main__.py")
+        and "__main__" not in module.path.read_text()
+        and not name.startswith(tuple(ALONE))
+    }
+    assert fragments == {}
 
 
 @pytest.mark.parametrize(
