@@ -242,9 +242,8 @@ def _recorded(load_format: str) -> AbstractContextManager[None]:
 
 def check_bitsandbytes() -> None:
     """Raises ValueError if vLLM could not load a base in 4 bits here."""
-    homes = ("vllm.model_executor.layers.quantization.bitsandbytes", "vllm_bnb_plugin")
-    if not any(find_spec(home) for home in homes):
+    if find_spec("vllm_bnb_plugin") is None:
         raise ValueError(
-            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own from vLLM 0.28 on and not "
-            "installed here; run: pip install --no-deps vllm-bnb-plugin, or set model.base=none"
+            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own and not installed here; run:"
+            " pip install --no-deps vllm-bnb-plugin, or set model.base=none"
         )

@@ -1,6 +1,6 @@
 """Between our values and vLLM's: sampling parameters, adapter requests, outputs.
 
-Everything is passed by keyword, since positions differ between vLLM 0.26 and 0.33.
+Everything is passed by keyword, since positions differ between versions of vLLM.
 """
 
 from __future__ import annotations

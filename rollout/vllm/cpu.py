@@ -32,7 +32,7 @@ ask_for_amx()
 
 # LoRA on vLLM's CPU backend: upstream's reference op replaced by one that is fast and exact.
 #
-# Upstream (vllm/lora/ops/torch_ops/lora_ops.py, the same from 0.26 to 0.32) gathers a copy of the adapter for every
+# Upstream (vllm/lora/ops/torch_ops/lora_ops.py, the same in 0.31 and 0.32) gathers a copy of the adapter for every
 # token, tokens x rank x width floats per layer, and applies the adapter in the last slot to rows without one (index
 # -1). vLLM already sorts a step's tokens into runs of one adapter; here every run is two matrix products, and rows
 # without an adapter are left alone. In decode there is nearly always one run.
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 # Releases whose punica_cpu.py was read and found to be the same. Others keep upstream's op: correct for our
 # batches, in which every row has an adapter, but 2 to 3 times slower.
-_KNOWN = ((0, 26), (0, 32))
+_KNOWN = ((0, 31), (0, 32))
 # Of a self-check whose numbers reach 64, so that three roundings to bfloat16 are 0.4 at most.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 LORA_DTYPE = torch.float32
@@ -284,10 +284,7 @@ def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> boo
 @cache
 def _bfloat16_is_fast() -> bool:
     """Whether the processor multiplies in bfloat16, and this vLLM has the kernel for packed weights."""
-    if not torch.cpu.get_capabilities().get("avx512_bf16") or not hasattr(torch.ops._C, "weight_packed_linear"):
-        return False
-    # Up to vllm 0.27 the kernel makes its output itself.
-    return "out" in [argument.name for argument in torch.ops._C.weight_packed_linear.default._schema.arguments]
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) and hasattr(torch.ops._C, "weight_packed_linear")
 
 
 def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float:

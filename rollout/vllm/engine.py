@@ -356,13 +356,13 @@ class EngineThread:
 
 
 class VllmEngine:
-    """An Engine on vLLM 0.26 to 0.33, CPU or CUDA. The constructor blocks until the model is loaded.
+    """An Engine on vLLM 0.31 to 0.33, CPU or CUDA. The constructor blocks until the model is loaded.
 
     Raises:
         EngineEnvError: the process was not started with rollout.vllm.environment.required_env.
         EngineError: the card has not the room that the settings ask for.
         ValueError: the adapter rank is above every rank vLLM supports; nf4, sleeps, or fp8 without AVX-512 on a CPU;
-            in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.26 not).
+            in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.31 not).
         WeightsError: the model's files lack tensors, which vLLM would leave as the memory was, or hold others.
     """
 

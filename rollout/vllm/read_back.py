@@ -263,7 +263,4 @@ def _width(module: Any) -> int:
 def _renames(model: Any) -> Any:
     """vLLM's names for those of the checkpoint, without its fusions; None if they are the same."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return None
-    # The first is vLLM 0.32's name of it, the second 0.26's.
-    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+    return None if mapper is None else mapper.get_rename_mapper()

@@ -23,7 +23,7 @@ from tests.contracts.uses import ROOT, uses_of
 FETCHED = ROOT / "build" / "contracts"
 # Of each minor version the newest. Those that pyproject.toml does not allow show why its bounds are where they are.
 VERSIONS = {
-    "vllm": ["0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"],
+    "vllm": ["0.31.0", "0.32.0", "0.33.0"],
     "torch": ["2.11.0", "2.12.1", "2.13.0", "2.14.0"],
     "ray": ["2.59.0", "2.60.0"],
     "bitsandbytes": ["0.50.2"],

@@ -12,9 +12,7 @@ PLAIN: tuple[str, ...] = ()
 
 # On CUDA vLLM takes its second model runner where it can, on a CPU the first.
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
-_NF4_IN_VLLM = "vllm.model_executor.layers.quantization.bitsandbytes"
-# What a tool parser finds, which moved in vLLM 0.29.
-_FOUND = {place: f"vllm.entrypoints.{place}.protocol" for place in ("openai.engine", "generate.base")}
+_FOUND = "vllm.entrypoints.generate.base.protocol"  # of what a tool parser finds
 _QUANT_STATE = "bitsandbytes.functional.QuantState"
 _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
 
@@ -94,9 +92,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rollout/vllm/tool_parsers.py": {
         "parser": ("vllm.tool_parsers.ToolParser",),
-        "found": tuple(f"{module}.ExtractedToolCallInformation" for module in _FOUND.values()),
-        "call": tuple(f"{module}.ToolCall" for module in _FOUND.values()),
-        "call.function": tuple(f"{module}.FunctionCall" for module in _FOUND.values()),
+        "found": (f"{_FOUND}.ExtractedToolCallInformation",),
+        "call": (f"{_FOUND}.ToolCall",),
+        "call.function": (f"{_FOUND}.FunctionCall",),
     },
     "rollout/vllm/arguments.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
     "cluster/ray_": {
@@ -152,7 +150,6 @@ VARIABLES = {
 # Modules that our code asks for by name, and what it counts on there.
 ASKED_FOR = {
     "vllm_bnb_plugin": "vllm_bnb_plugin.register",
-    _NF4_IN_VLLM: f"{_NF4_IN_VLLM}.BitsAndBytesConfig",
 }
 
 # Attributes that no class of the package names: torch's own of a module, and parameters that are registered by name.
@@ -163,22 +160,8 @@ MADE_BY_NAME = {
 }
 
 # What our code uses only where it is there, and the versions in which it is.
-_MAPPER, _SPAN = "vllm.model_executor.models.utils.WeightsMapper", "vllm.outputs.WeightVersionSpan"
+_SPAN = "vllm.outputs.WeightVersionSpan"
 ONLY_IN = {
-    "vllm.v1.engine.llm_engine.LLMEngine.set_weight_version": SpecifierSet(">=0.27"),
     "vllm.outputs.CompletionOutput.weight_versions": SpecifierSet(">=0.32"),
-    **{
-        f"{module}.{name}": SpecifierSet("<0.29" if place == "openai.engine" else ">=0.29")
-        for place, module in _FOUND.items()
-        for name in (
-            "ExtractedToolCallInformation.tool_calls",
-            "ToolCall.function",
-            "FunctionCall.name",
-            "FunctionCall.arguments",
-        )
-    },
     **{f"{_SPAN}.{name}": SpecifierSet(">=0.32") for name in ("version", "start", "end")},
-    f"{_NF4_IN_VLLM}.BitsAndBytesConfig": SpecifierSet("<0.28"),
-    f"{_MAPPER}.get_rename_mapper": SpecifierSet(">=0.29"),
-    f"{_MAPPER}.get_unstacked_mapper": SpecifierSet("<0.29"),
 }

@@ -210,7 +210,7 @@ class TestCpuLora:
         monkeypatch.setattr("vllm.__version__", "0.99.1")
         assert not as_upstream.install_fast_cpu_lora()
         assert wrapper.add_lora_linear is _slow_reference
-        assert "0.26 to 0.32, this is 0.99.1" in caplog.text
+        assert "0.31 to 0.32, this is 0.99.1" in caplog.text
 
     def test_an_op_that_is_off_is_taken_out_again(
         self, wrapper: Any, as_upstream: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

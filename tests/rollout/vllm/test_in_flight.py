@@ -93,7 +93,7 @@ def check_one_adapter_stays(case: EngineCase) -> None:
 
 
 def test_a_vllm_that_labels_no_tokens_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 0.27 to 0.31, which take a version and do not say it of the tokens."""
+    """As 0.31, which takes a version and do not say it of the tokens."""
     from vllm import outputs
     from vllm.v1.engine.llm_engine import LLMEngine
 
