@@ -244,6 +244,6 @@ def check_bitsandbytes() -> None:
     """Raises ValueError if vLLM could not load a base in 4 bits here."""
     if find_spec("vllm_bnb_plugin") is None:
         raise ValueError(
-            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin of its own and not installed here; run:"
+            "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin and not installed here; run:"
             " pip install --no-deps vllm-bnb-plugin, or set model.base=none"
         )
