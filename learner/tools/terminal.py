@@ -18,9 +18,9 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 
 from learner.driver.console import escaped, sentence
+from learner.tools.completions_shown import RolloutsError, of_group, rows_of
 from learner.tools.report.run_folder import ReportError, Run, read_run
 from learner.tools.report.summary import is_score, starts_of
-from learner.tools.rollouts import RolloutsError, of_group, rows_of
 
 CURVES = (
     "reward/mean", "eval/accuracy", "reward/failed", "rollout/completion_length", "policy/entropy", "policy/kl",
@@ -90,7 +90,7 @@ ORDERS = ("as trained", "lowest reward", "highest reward", "widest spread")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A group. rows: its completions (learner.tools.rollouts.rows_of). rewards: of those that have one."""
+    """A group. rows: its completions (learner.tools.completions_shown.rows_of). rewards: of those that have one."""
 
     rows: list[dict[str, Any]]
     rewards: list[float]
