@@ -53,9 +53,7 @@ def run(asked: ReportRequest) -> int:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
     if asked.terminal:
-        from learner.tools.terminal import show
-
-        return show(asked.run)
+        return _in_terminal(asked.run)
     from learner.tools.report import write
     from rollout.config import parse_size
 
@@ -67,6 +65,17 @@ def run(asked: ReportRequest) -> int:
     if asked.live:
         return write.serve(asked.run, asked.against, size, asked.port or 0)
     return write.report(asked.run, asked.out, asked.against, size)
+
+
+def _in_terminal(run: Path) -> int:
+    try:
+        from learner.tools.terminal import show
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        print("error: --terminal needs textual: pip install 'gleaner-rl[terminal]'", file=sys.stderr)
+        return 1
+    return show(run)
 
 
 def _wrong(asked: ReportRequest) -> str:

@@ -141,7 +141,7 @@ def test_two_runs_stand_beside_each_other(run: Path, tmp_path: Path) -> None:
         ["learner.algorithm", "grpo", "ppo"],
         ["learner.loss.advantage", "none", "—"],
         ["model.path", str(MODEL), "/m"],
-        ["rewards.built_in.format", "—", 'use format, weight 0.2, args.tags ["answer"]'],
+        ["rewards.format", "—", 'use format, weight 0.2, args.tags ["answer"]'],
         ["rewards.own", "—", "use r.py:own"],
     ]
 

@@ -148,7 +148,7 @@ def test_what_is_not_there_is_said_before(
     assert "--live: is of the page, and does not go with --terminal" in capsys.readouterr().err
     assert main(["report", str(run), "--terminal"]) == 1
     assert "must be a terminal, and the output goes elsewhere" in capsys.readouterr().err
-    for name in [name for name in sys.modules if name.startswith(("textual", "learner.tools.terminal."))]:
+    for name in [name for name in sys.modules if name.startswith(("textual", "learner.tools.terminal"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)
     assert main(["report", str(run), "--terminal"]) == 1
