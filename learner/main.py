@@ -1,45 +1,74 @@
-"""python -m learner.main --config configs/local_cpu.yaml [key=value ...]: parse, check, run."""
+"""gleaner train, and python -m learner.main, which is the same: parse, check, run."""
 
-import argparse
 import asyncio
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, NoReturn
+
+import typer
 
 from learner.driver import process
+from learner.driver.arguments import Request, answer, command_of, epilog
 
 if TYPE_CHECKING:  # heavy imports wait until the configuration is known to be right
     from learner.config import RunConfig
     from learner.config.load import WrongSettings
 
-EPILOG = "Every key and its default (override with key=value; list items by index, e.g. rewards.0.weight=2):\n"
+
+def _key_names(incomplete: str) -> list[str]:
+    from learner.config.load import keys
+
+    return [f"{key.name}=" for key in keys() if key.name.startswith(incomplete)]
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; --help lists every key of the configuration."""
-    from learner.config import load  # here and below: once it is known that our packages are ours
+@dataclass(frozen=True, slots=True)
+class RunRequest(Request):
+    """Train a model on your own reward.
 
-    parser = argparse.ArgumentParser(
-        prog="learner.main",
-        description="GRPO with LoRA: train a model on your own reward.",
-        epilog=EPILOG + load.describe(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    python -m learner.main is the same. The same command goes on where a run stopped; Ctrl-C once ends it after the
+    step, with a checkpoint.
+    """
+
+    EPILOG = epilog(
+        "gleaner train --config my.yaml --dry-run",
+        "gleaner train --config my.yaml learner.lora.rank=32 seed=1",
+        "gleaner train --config my.yaml --dry-run --assume-gpus 2xh100",
+        "gleaner train --keys | grep memory",
+        failed="the run failed",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print placement and notes, stop")
-    parser.add_argument("--verbose", action="store_true", help="with --dry-run: print every setting, too")
-    parser.add_argument(
-        "--assume-gpus", metavar="SIZE", help="with --dry-run: check as if cards were here: h100, 80GiB, 2x24GiB"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of the file")
-    args, more = parser.parse_known_args(argv)
-    args.overrides += more  # --a.b=1 is taken like a.b=1
-    return args
+    CONTEXT: ClassVar = {"ignore_unknown_options": True}  # --a.b=1 is taken like a.b=1
+
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings that replace the file's, items of a list by their index: rewards.0.weight=2. --keys lists "
+            "all, docs/configuration.md explains them.",
+            autocompletion=_key_names,
+        ),
+    ] = None
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="The YAML file of the run; see configs/.")] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print placement and notes, start nothing.")
+    ] = False
+    assume_gpus: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --dry-run: check as if cards were here: h100, 80GiB, 2x24GiB."),
+    ] = None
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --dry-run: print every setting, too.")] = False
+    keys: Annotated[bool, typer.Option("--keys", help="List every key with its choices and default.")] = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of `run` with what these words ask for, or those of this process."""
+    process.keep_streams()
+    return answer(command_of(RunRequest, run, "train"), argv, "learner.main")
+
+
+def run(asked: RunRequest) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
     130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
     process.keep_streams()
@@ -49,38 +78,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             if wrong := process.hidden_package() or process.wrong_place():
                 print(f"error: {wrong}", file=sys.stderr)
                 return 2
-            return _run(parse(sys.argv[1:] if argv is None else argv))
+            return _run(asked)
     except KeyboardInterrupt:  # once it has begun, learner.driver.launch stops it with a checkpoint
         print("stopped before the run began", file=sys.stderr)
         return 130
 
 
-def _run(args: argparse.Namespace) -> int:
-    """What the command line asks for. Raises KeyboardInterrupt if it is asked to end before it has begun."""
-    from learner.config import load
+def _run(asked: RunRequest) -> int:
+    """Raises KeyboardInterrupt if it is asked to end before it has begun."""
+    from learner.config import load  # here and below: once it is known that our packages are ours
     from learner.driver import failure
 
-    if args.config is None and not args.overrides:
+    if asked.keys:
+        print(load.describe())
+        return 0
+    if asked.config is None and not asked.overrides:
         print("config: --config: required, but not given; gleaner init my-run writes a first one", file=sys.stderr)
         return 2
     try:
-        config = load.load_config(args.config, args.overrides)
+        config = load.load_config(asked.config, asked.overrides or ())
     except load.ConfigError as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         if isinstance(error, load.WrongSettings):
             _tell_more(error)
         return 2
-    if args.assume_gpus is not None and not args.dry_run:
+    if asked.assume_gpus is not None and not asked.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
         return 2
-    if args.verbose and not args.dry_run:
+    if asked.verbose and not asked.dry_run:
         print("error: --verbose: is of --dry-run; a run writes its settings to config.yaml", file=sys.stderr)
         return 2
     from rollout.data import hub
 
     hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
-        return _dry_run(config, args.assume_gpus, verbose=args.verbose) if args.dry_run else _train(config)
+        return _dry_run(config, asked.assume_gpus, verbose=asked.verbose) if asked.dry_run else _train(config)
     except SystemExit as error:  # what SIGTERM is while Ray starts
         raise KeyboardInterrupt from error
     except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or a request to end during its start

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from typer import Context
-from typer.main import get_command
 
 from learner.tools.cli import build
 
@@ -28,14 +27,14 @@ wrong, and 130 when Ctrl-C ended it; where 1 means something else, it is said be
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Each command and group with its path, such as `gleaner rewards try`."""
-    yield path, command
+    yield path, command.loaded() if hasattr(command, "loaded") else command
     for name, inner in getattr(command, "commands", {}).items():
         yield from commands(inner, f"{path} {name}")
 
 
 def document() -> str:
     """The content of docs/cli.md."""
-    leaves = [(path, one) for path, one in commands(get_command(build()), "gleaner") if not hasattr(one, "commands")]
+    leaves = [(path, one) for path, one in commands(build(), "gleaner") if not hasattr(one, "commands")]
     return "\n".join([TEXT, *(_section(path, command) for path, command in leaves)])
 
 

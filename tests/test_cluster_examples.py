@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from learner.config import load
-from learner.main import parse
+from learner.driver.arguments import answer, command_of
+from learner.main import RunRequest
 
 FOLDER = Path("examples/clusters")
 
@@ -17,9 +18,15 @@ FOLDER = Path("examples/clusters")
 def settings_of(words: list[str]) -> dict[str, Any]:
     """Of `python -m learner.main …`: the settings that it gives, once they are known to be right."""
     assert words[:3] == ["python", "-m", "learner.main"]
-    given = parse(words[3:])
-    assert given.config is not None
-    config = load.load_config("configs/local_cpu.yaml", given.overrides)
+    found: list[RunRequest] = []
+
+    def keep(asked: RunRequest) -> int:
+        found.append(asked)
+        return 0
+
+    assert answer(command_of(RunRequest, keep, "train"), words[3:], "learner.main") == 0
+    assert found[0].config is not None
+    config = load.load_config("configs/local_cpu.yaml", found[0].overrides or ())
     return {"address": config.cluster.address, "output_dir": config.output_dir, "name": config.name}
 
 

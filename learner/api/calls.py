@@ -189,7 +189,7 @@ def train(
     run_dir = _placed(checked(tree))
     lines = MetricsLines(run_dir / METRICS)
     given = _written(inputs, run_dir / "inputs", tree)
-    with RunProcess(CHILD, ["--config", "/dev/stdin"], given) as process:
+    with RunProcess(CHILD, ["train", "--config", "/dev/stdin"], given) as process:
         _follow(process, lines, on_step)
         _check(process, inputs)
     return result_of(run_dir, rows_of(run_dir / METRICS))
@@ -271,7 +271,6 @@ class _Steps:
 
 # evaluate(): a model or an adapter on data, as `gleaner eval` does it.
 
-EVALUATION_CHILD = "learner.api.eval_child"
 EVALUATION_WORDS = ("interrupted: the evaluation ends", "stopping at once")
 
 
@@ -329,14 +328,14 @@ def evaluate(
 
 def _evaluated(folder: Path, given: Mapping[str, Any]) -> "Evaluated":
     """Raises what `evaluate` does."""
-    with RunProcess(EVALUATION_CHILD, [str(folder)], json.dumps(given)) as process:
+    with RunProcess(CHILD, ["evaluate", str(folder)], json.dumps(given)) as process:
         if process.follow(lambda: None, EVALUATION_WORDS):
             raise KeyboardInterrupt("the evaluation was stopped")
         if (failure := process.failure()) is not None:
             raise failure
     import pyarrow.parquet as pq
 
-    from learner.api.eval_child import RESULT, ROWS
+    from learner.api.child import RESULT, ROWS
     from learner.tools.evaluation import Estimate, Evaluated
 
     told = json.loads((folder / RESULT).read_text())

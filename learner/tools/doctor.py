@@ -1,4 +1,5 @@
-"""gleaner doctor: what this machine has for a run, what is wrong with it, and how to mend it."""
+"""gleaner doctor says what this machine has for a run, what is wrong with it, and how to mend it. What takes long to
+import is imported where it is used, so that the help is told at once."""
 
 import json
 import os
@@ -11,19 +12,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.request import getproxies
 
-from huggingface_hub import constants, get_token
-from rich.console import Console
-from rich.markup import escape
+import typer
 
 from cluster import confinement, machine
 from cluster.memory import cards as kinds
 from cluster.memory.plan import gib
-from cluster.ray_cluster import GROUPS_BYTES
-from learner.driver.machine_checks import cuda_wheels, driver_too_old, torch_cuda
-from rollout.data import hub
+from learner.driver.arguments import Request, epilog
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorRequest(Request):
+    """Say what this machine lacks for a run.
+
+    It looks at driver, cards, wheels, compiler, memory, disk and hub, and says how to mend what is wrong.
+    """
+
+    EPILOG = epilog(
+        "gleaner doctor", "gleaner doctor --json | jq '.[].mend'", failed="there is a problem that would stop a run"
+    )
+
+    as_json: Annotated[bool, typer.Option("--json", help="The same as a list of objects.")] = False
+
 
 # What gleaner doctor looks at, gathered without importing torch, vLLM or Ray.
 
@@ -68,6 +80,10 @@ class Facts:
 
 def gather() -> Facts:
     """Of here and now."""
+    from huggingface_hub import get_token
+
+    from learner.driver.machine_checks import cuda_wheels, torch_cuda
+
     installed = {(found.metadata["Name"] or "").lower(): found.version for found in distributions()}
     return Facts(
         python=sys.version_info[:2],
@@ -105,11 +121,15 @@ def _nvcc() -> str | None:
 
 def _folders() -> list[Path]:
     """Each once, by the file system that it is on."""
+    from huggingface_hub import constants
+
     wanted = [Path.cwd(), Path(constants.HF_HOME), Path(os.environ.get("TMPDIR") or "/tmp")]
     return list({machine.device_of(folder): folder for folder in reversed(wanted)}.values())
 
 
 def _hub_answers() -> bool | None:
+    from rollout.data import hub
+
     return None if hub.switched_off() or getproxies() else hub.unreachable() is None
 
 
@@ -148,6 +168,8 @@ def _driver(facts: Facts) -> Iterator[Finding]:
     if facts.driver is None:
         yield Finding("driver", "note", "no NVIDIA driver answers: runs on CPUs only")
         return
+    from learner.driver.machine_checks import driver_too_old
+
     wrong = driver_too_old(facts.driver, facts.torch_cuda)
     if wrong is None:
         yield Finding("driver", "ok", f"{facts.driver}, torch is built for CUDA {facts.torch_cuda}")
@@ -235,6 +257,8 @@ def _compiler(facts: Facts) -> Finding:
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
+    from cluster.ray_cluster import GROUPS_BYTES
+
     told = f"{gib(facts.memory)}, {gib(facts.free_memory)} free, {facts.cores} cores"
     little = facts.free_memory < LITTLE_MEMORY
     mend = "end other processes; gleaner plan says what a model takes" if little else ""
@@ -286,11 +310,11 @@ def _hub(facts: Facts) -> Finding:
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-def run(*, as_json: bool) -> int:
+def run(asked: DoctorRequest) -> int:
     """Exit code: 0; 1 if there is a problem that would stop a run."""
     facts = gather()
     found = findings(facts)
-    if as_json:
+    if asked.as_json:
         print(json.dumps([asdict(one) for one in found], indent=2))
     else:
         _show(found, runs_here(facts, found))
@@ -311,6 +335,9 @@ def runs_here(facts: Facts, found: Sequence[Finding]) -> str:
 
 
 def _show(found: Sequence[Finding], last: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
     console = Console(width=None if sys.stdout.isatty() else 170, highlight=False, soft_wrap=True)
     for one in found:
         console.print(f"[{COLOURS[one.state]}]{one.state:8}[/]{one.name:12} {escape(one.text)}")

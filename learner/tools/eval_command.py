@@ -1,36 +1,76 @@
-"""What the command line of gleaner eval means, and what is printed."""
+"""gleaner eval is called here, and its result shown. What it needs besides is imported as it begins, so that the help
+is told at once."""
 
 import json
-import math
-import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import pyarrow.parquet as pq
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cluster.files import writing
-from cluster.reading import read_yaml
-from learner.config import RunConfig, load
-from learner.driver.checkpoint import ADAPTER, learned_in
-from learner.driver.console import duration
-from learner.model.adapter_config import MODEL
-from learner.tools.evaluation import Evaluated, evaluate
-from learner.tools.reported import reported
-from rollout.config import OF_ITS_PATH, DataConfig
-from rollout.data import hub
+from learner.driver.arguments import Request, epilog, natural, positive, rate
 
-# --data names other problems than a configuration does, which says nothing of how to read them.
+if TYPE_CHECKING:
+    from learner.tools.evaluation import Evaluated
 
 
-def of_other_data() -> list[str]:
-    """Settings that undo what the configuration says of its own data; those that the user gives come after them."""
-    defaults = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_ITS_PATH}
-    return [f"data.{name}={json.dumps(default)}" for name, default in defaults.items()]
+@dataclass(frozen=True, slots=True)
+class EvalRequest(Request):
+    """Score a model or an adapter on data.
+
+    By the generators and reward functions of a run: greedy, and with --samples K also mean@K, pass@k and majority@K,
+    each with an interval of 95 % over the problems, by Wilson where scores are 0 or 1, else by the bootstrap.
+    """
+
+    EPILOG = epilog(
+        "gleaner eval --run runs/demo-seed0",
+        "gleaner eval --config configs/local_cpu.yaml --samples 8 --limit 50",
+        "gleaner eval --config my.yaml --adapter runs/my-run/adapter --data test.jsonl --save test.parquet",
+        "gleaner eval --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k --split test --reward number "
+        "data.args='{name: main}'",
+    )
+
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings as of gleaner train: seed=1 cluster.gpus.generator=1."),
+    ] = None
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="The YAML file of a run.")] = None
+    run_folder: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="A run's folder: its configuration, and the policy it has learned."),
+    ] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Hub name or folder, without an adapter.")] = None
+    adapter: Annotated[str | None, typer.Option(metavar="DIR", help="A LoRA adapter in PEFT's format.")] = None
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Problems, as data.path, all of them; else those that the run holds out."),
+    ] = None
+    split: Annotated[str | None, typer.Option(metavar="SPLIT", help="Of --data; else train.")] = None
+    prompt: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column or template, as data.prompt.")] = None
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REWARD", help="Reward function; may be given several times, the first is accuracy."),
+    ] = None
+    samples: Annotated[
+        int, typer.Option(parser=natural, metavar="K", help="Completions of each problem beside the greedy one.")
+    ] = 0
+    temperature: Annotated[
+        float | None, typer.Option(parser=rate, metavar="T", help="Of the samples; else rollout.temperature.")
+    ] = None
+    limit: Annotated[int | None, typer.Option(parser=positive, metavar="N", help="Only the first N problems.")] = None
+    threshold: Annotated[
+        float, typer.Option(metavar="SCORE", help="From which score on a completion is correct, for pass@k.")
+    ] = 1.0
+    as_json: Annotated[bool, typer.Option("--json", help="The result as an object.")] = False
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.parquet", help="Every completion with its rewards, as in a run's rollouts."),
+    ] = None
 
 
 # How far an evaluation is: a bar on a terminal, else a line now and then. On standard error, which holds no result.
@@ -68,6 +108,8 @@ class EvalProgress:
         if self._bar is not None:
             self._bar.update(self._task, advance=more)
         elif more and now - self._told >= EVERY_S:
+            from learner.driver.console import duration
+
             self._told = now
             left = duration((now - self._began) * (total - self._count) / self._count)
             self.note(f"completions {self._count} of {total}, {left} left")
@@ -81,40 +123,22 @@ class EvalProgress:
             self._bar.start()
 
 
-NO_REVISION = "model.revision=null"  # that of a configuration says nothing of another model
+def run(asked: EvalRequest) -> int:
+    """Exit code: as of learner.tools.reported."""
+    from learner.tools.reported import reported
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What learner.tools.commands.eval takes, under its names."""
-
-    overrides: list[str] | None
-    config: str | None
-    run_folder: Path | None
-    model: str | None
-    adapter: str | None
-    data: str | None
-    split: str | None
-    prompt: str | None
-    reward: list[str] | None
-    samples: int
-    temperature: float | None
-    limit: int | None
-    threshold: float
-    as_json: bool
-    save: Path | None
-
-
-def run(asked: Asked) -> int:
-    """Exit code: as of `reported`."""
     return reported(lambda: _evaluate(asked))
 
 
-def _evaluate(asked: Asked) -> None:
-    config, adapter = _meant(asked)
-    _check_save(asked.save)
-    if not math.isfinite(asked.threshold):
-        raise load.ConfigError(f"--threshold: must be a number, got {asked.threshold}")
+def _evaluate(asked: EvalRequest) -> None:
+    import pyarrow.parquet as pq
+
+    from cluster.files import writing
+    from learner.tools.eval_meant import meant
+    from learner.tools.evaluation import evaluate
+    from rollout.data import hub
+
+    config, adapter = meant(asked)
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
     with EvalProgress() as progress:
         result = evaluate(
@@ -130,18 +154,7 @@ def _evaluate(asked: Asked) -> None:
             pq.write_table(result.rows, asked.save)
 
 
-def _check_save(file: Path | None) -> None:
-    """Before anything is generated. Raises ConfigError."""
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise load.ConfigError(f"--save: must be a file in a folder that is there and writable, got {file}")
-    if file.suffix != ".parquet":
-        raise load.ConfigError(f"--save: writes Parquet, got {file}; give a name that ends in .parquet")
-
-
-def show(result: Evaluated) -> None:
+def show(result: "Evaluated") -> None:
     """The table of a person."""
     table = Table("metric", "value", "95 % interval", "by", "problems")
     for name, one in result.metrics.items():
@@ -163,68 +176,3 @@ def show(result: Evaluated) -> None:
         console.print(
             f"a reward function failed on {result.failed} completions; where it is the score, they count as 0"
         )
-
-
-def _meant(asked: Asked) -> tuple[RunConfig, str | None]:
-    """The configuration, and the adapter on its model. Raises ConfigError."""
-    if asked.run_folder is not None and asked.config is not None:
-        raise load.ConfigError("--run: does not go with --config, which it has in its folder; give one of them")
-    if asked.split is not None and asked.data is None:
-        raise load.ConfigError(
-            "--split: is of --data; name the source with --data as well, or for other held-out problems of a "
-            f"configuration give data.eval.split={asked.split}"
-        )
-    folder, file, changed, adapter = asked.run_folder, asked.config, _overrides(asked), asked.adapter
-    if folder is not None:
-        file = str(folder / "config.yaml")
-        if not Path(file).exists():
-            raise load.ConfigError(f"--run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
-        learned = learned_in(folder)
-        if asked.model is None and learned == folder / MODEL:
-            changed[:0] = [f"model.path={learned}", NO_REVISION]
-        elif asked.model is None and adapter is None:
-            adapter = _adapter(learned, folder)
-    if file is None:
-        _check_named(asked)
-    elif asked.model is not None and not _names(file, asked.model):
-        changed[:0] = [NO_REVISION]
-    return load.load_config(file, changed), adapter
-
-
-def _names(file: str | Path, model: str) -> bool:
-    """Whether that is the model of a configuration."""
-    own = read_yaml(Path(file)).get("model")
-    return isinstance(own, dict) and own.get("path") == model
-
-
-def _check_named(asked: Asked) -> None:
-    """Whether all is named that no file names."""
-    wanted = {"--model": ("model", asked.model), "--data": ("data", asked.data), "--reward": ("rewards", asked.reward)}
-    keys = {override.removeprefix("--").replace("=", ".").partition(".")[0] for override in asked.overrides or []}
-    if missing := [name for name, (key, value) in wanted.items() if not value and key not in keys]:
-        raise load.ConfigError(
-            f"{', '.join(missing)}: required where no configuration names it; give one with --config FILE or --run DIR"
-        )
-
-
-def _adapter(learned: Path | None, folder: Path) -> str:
-    if learned is None:
-        raise load.ConfigError(
-            f"--run: {folder} has neither {ADAPTER}/ nor {MODEL}/, so it has no checkpoint yet; for its base give "
-            f"--config {folder / 'config.yaml'}"
-        )
-    return str(learned)
-
-
-def _overrides(asked: Asked) -> list[str]:
-    """The options as settings, behind them those that were given as such."""
-    given = {
-        "model.path": asked.model, "data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt,
-        "rollout.temperature": asked.temperature,
-    }  # fmt: skip
-    changed = [f"{key}={value}" for key, value in given.items() if value is not None]
-    if asked.reward:
-        changed.append(f"rewards={json.dumps([{'use': use} for use in asked.reward])}")
-    if asked.data is not None:
-        changed = [*of_other_data(), f"data.size={asked.limit or 'null'}", *changed]
-    return [*changed, *(asked.overrides or [])]

@@ -1,10 +1,37 @@
 """gleaner init: the files that a first run needs, to be read and changed."""
 
 import json
+import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from cluster.files import writing
+from learner.driver import process
+from learner.driver.arguments import Request, epilog
+
+
+@dataclass(frozen=True, slots=True)
+class InitRequest(Request):
+    """Write the files of a first run.
+
+    They are a commented configuration, a reward function and eight rows of data. Nothing that is there is overwritten.
+    """
+
+    EPILOG = epilog(
+        "gleaner init my-run && cd my-run && gleaner train --config config.yaml",
+        "gleaner init my-run --model Qwen/Qwen2.5-0.5B-Instruct",
+        failed="it failed on the way",
+    )
+
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; it is made.")] = Path()
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Hub name or folder; else the demo's model, which runs on a CPU.")
+    ] = None
+
 
 # What gleaner init writes. The reward function is the README's.
 
@@ -69,6 +96,17 @@ SETTINGS = {"dtype": "bfloat16", "prompt": 256, "completion": 256, "kv_cache": "
 
 class InitError(ValueError):
     """The files cannot be written; one sentence says why."""
+
+
+def run(asked: InitRequest) -> int:
+    """Exit code: 0; 2 where the files cannot be written, of which a sentence is printed."""
+    process.streams_are_commentary()
+    try:
+        print(write(asked.folder, asked.model))
+    except InitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def write(folder: Path, model: str | None) -> str:

@@ -1,25 +1,81 @@
-"""gleaner plan --gpu rtx4090 [--model NAME_OR_DIR | --all]: which model fits which card, with what settings."""
+"""gleaner plan says which model fits which card, with what settings. What takes long to import is imported where it is
+used, so that the help is told at once."""
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from cluster.machine import main_memory
 from cluster.memory import cards
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
-from cluster.memory.shape import DTYPE_BYTES, SHAPES, Parts, Shape, hub_name, shape_of, total
-from cluster.ray_cluster import store_bytes
-from learner.driver import memory
-from learner.driver.memory import CardSize
+from cluster.memory.shape import DTYPE_BYTES, SHAPES, LoraRank, Parts, Shape, hub_name, shape_of, total
+from learner.driver.arguments import Request, epilog, natural, positive
 from rollout.architecture import NO_FLOAT16
-from rollout.config import parse_size
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+    from learner.driver.memory import CardSize
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest(Request):
+    """Say which models fit a card, and how.
+
+    Generator and learner together, with the settings to paste into a configuration.
+    """
+
+    EPILOG = epilog(
+        "gleaner plan --gpu rtx4090",
+        "gleaner plan --gpu 24GiB --model Llama-3.1-8B --base shared",
+        "gleaner plan --gpu 80 --algorithm ppo --base shared --model Qwen2.5-7B --json",
+        failed="the one model that was asked for does not fit",
+    )
+
+    gpu: Annotated[
+        str, typer.Option(metavar="CARD", help="A card, or the memory of one: rtx4090, 24 (GB as sold), 24GiB.")
+    ]
+    model: Annotated[
+        str | None, typer.Option(help="Name in the table, or a folder with a config.json; else five usual sizes.")
+    ] = None
+    every: Annotated[bool, typer.Option("--all", help="Every model of the built-in table.")] = False
+    cards: Annotated[Literal[1, 2], typer.Option(help="2: one for each role.")] = 1
+    base: Annotated[Literal["own", "shared"], typer.Option(help="memory.base, of LoRA.")] = "own"
+    algorithm: Annotated[
+        Literal["grpo", "ppo"], typer.Option(help="ppo: a value model beside the policy, both LoRA on one base.")
+    ] = "grpo"
+    generations: Annotated[int, typer.Option(parser=positive, metavar="N", help="Completions per problem.")] = 8
+    prompt: Annotated[int, typer.Option(parser=positive, metavar="N", help="Longest prompt, in tokens.")] = 256
+    completion: Annotated[int, typer.Option(parser=positive, metavar="N", help="Longest completion, in tokens.")] = 786
+    sequences: Annotated[int, typer.Option(parser=positive, metavar="N", help="Most that are decoded at once.")] = 64
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="auto: 16 bits.")] = "auto"
+    staleness: Annotated[int, typer.Option(parser=natural, metavar="N", help="max_staleness.")] = 0
+    rank: Annotated[LoraRank, typer.Option(help="Of the adapter.")] = 16
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Main memory of the machine, 64GiB; else of this one.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Every number, by role and part, in bytes.")] = False
+    png: Annotated[str | None, typer.Option(metavar="FILE", help="Stacked bars; needs gleaner-rl[plan].")] = None
+
+    def check(self) -> None:
+        """Raises ValueError for what does not go together."""
+        if self.model is not None and self.every:
+            raise ValueError("--all: does not go with --model, which names one; leave one of them out")
+        if self.algorithm == "grpo" and self.generations < 2:
+            raise ValueError(
+                f"--generations: GRPO compares the completions of a group, so at least 2, got {self.generations}; "
+                "raise it, or take --algorithm ppo"
+            )
+        if self.base == "shared" and self.cards == 2:
+            raise ValueError(
+                "--base shared: one base for both roles needs both on one card, got --cards 2; leave that out"
+            )
+
 
 # The settings of a plan as a block of a configuration file.
 
@@ -88,8 +144,11 @@ def bands(plan: Plan) -> list[tuple[str, str, int]]:
     ]
 
 
-def bars(plans: Sequence[Plan | Misfit], device: int) -> Group:
+def bars(plans: Sequence[Plan | Misfit], device: int) -> "Group":
     """One line a model, the width of the card; the hatched end is free."""
+    from rich.console import Group
+    from rich.text import Text
+
     lines = [Text()]
     for found in plans:
         line = Text(f"{found.shape.name:>16} ")
@@ -193,11 +252,15 @@ def show_one(host: Parts, has: int, block: str) -> None:
     print(block)  # as it stands: no line of it may be broken
 
 
-def _console() -> Console:
+def _console() -> "Console":
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else 170, highlight=False)
 
 
-def _needs(needs: Mapping[str, Mapping[str, Plan]]) -> Table:
+def _needs(needs: Mapping[str, Mapping[str, Plan]]) -> "Table":
+    from rich.table import Table
+
     table = Table("model", *next(iter(needs.values())))
     for name, by_method in needs.items():
         table.add_row(name, *map(_cell, by_method.values()))
@@ -209,7 +272,9 @@ def _cell(needed: Plan) -> str:
     return f"[{'green' if fits else 'red'}]{needed.device_peak / GIB:.1f}{'' if fits else ' no'}[/]"
 
 
-def _choices(chosen: Sequence[Plan | Misfit]) -> Table:
+def _choices(chosen: Sequence[Plan | Misfit]) -> "Table":
+    from rich.table import Table
+
     columns = ("model", "layout", "base", "checkpointing", "token budget", "KV cache", "sequences", "learner", "engine")
     table = Table(*columns)
     for found in chosen:
@@ -248,49 +313,20 @@ class Found:
     @property
     def host(self) -> Parts:
         """Main memory that what is chosen, or else needs least, takes."""
+        from cluster.ray_cluster import (
+            store_bytes,
+        )  # here and below: what says only how a command is called does without
+
         small = self.chosen.least if isinstance(self.chosen, Misfit) else self.chosen
         policy = DTYPE_BYTES[self.wish.dtype] * self.shape.lora_params(self.wish.rank)
         return host_bytes(small, self.wish, object_store=store_bytes(policy, sys.maxsize))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What learner.tools.commands.plan takes, under its names."""
-
-    gpu: str
-    model: str | None
-    every: bool
-    cards: int
-    base: str
-    algorithm: str
-    generations: int
-    prompt: int
-    completion: int
-    sequences: int
-    kv_cache_dtype: str
-    staleness: int
-    rank: int
-    ram: str | None
-    as_json: bool
-    png: str | None
-
-    def check(self) -> None:
-        """Raises ValueError for what does not go together."""
-        if self.model is not None and self.every:
-            raise ValueError("--all: does not go with --model, which names one; leave one of them out")
-        if self.algorithm == "grpo" and self.generations < 2:
-            raise ValueError(
-                f"--generations: GRPO compares the completions of a group, so at least 2, got {self.generations}; "
-                "raise it, or take --algorithm ppo"
-            )
-        if self.base == "shared" and self.cards == 2:
-            raise ValueError(
-                "--base shared: one base for both roles needs both on one card, got --cards 2; leave that out"
-            )
-
-
-def run(asked: Asked) -> int:
+def run(asked: PlanRequest) -> int:
     """Exit code: 0; 1 if the one model that was asked for does not fit; 2 for wrong arguments."""
+    from cluster.machine import main_memory
+    from rollout.config import parse_size
+
     try:
         asked.check()
         size, has = _card(asked), parse_size(asked.ram) if asked.ram else main_memory()
@@ -327,7 +363,9 @@ def run(asked: Asked) -> int:
     return int(asked.model is not None and isinstance(found[0].chosen, Misfit))
 
 
-def _card(asked: Asked) -> CardSize:
+def _card(asked: PlanRequest) -> "CardSize":
+    from learner.driver import memory
+
     try:
         size = memory.card_size(asked.gpu)
     except ValueError as error:
@@ -344,7 +382,7 @@ def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
     return list(SHAPES.values()) if all_of_them else [SHAPES[name] for name in FIVE]
 
 
-def able(shapes: Sequence[Shape], size: CardSize) -> list[Shape]:
+def able(shapes: Sequence[Shape], size: "CardSize") -> list[Shape]:
     """Those that the card computes in 16 bits. Raises ValueError if there is none."""
     if not no_bfloat16(size):
         return list(shapes)
@@ -357,7 +395,7 @@ def able(shapes: Sequence[Shape], size: CardSize) -> list[Shape]:
     return able
 
 
-def no_bfloat16(size: CardSize) -> bool:
+def no_bfloat16(size: "CardSize") -> bool:
     """Whether the card has no bfloat16."""
     return size.card is not None and size.card.capability < cards.BF16
 
@@ -385,7 +423,7 @@ def asked_for(wish: Wish, method: Wish, dtype: str) -> Wish:
     )  # fmt: skip
 
 
-def _plans(shape: Shape, size: CardSize, work: Workload, asked: Asked) -> Found:
+def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> Found:
     """What each method needs at least, and what the planner chooses for LoRA."""
     old = no_bfloat16(size)
 

@@ -1,11 +1,12 @@
-"""Rows of the data, and the completions that reward functions are tried on."""
+"""Reward functions are tried here, on completions to rows of the data, or on those that a run has saved."""
 
 import asyncio
 import json
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
@@ -17,19 +18,24 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from cluster.reading import Unreadable
-from learner.config.load import ConfigError, parse_value, sentences
+from learner.config import RunConfig
+from learner.config.load import ConfigError, absolute, load_config, parse_value, sentences
 from learner.driver.console import escaped
-from learner.driver.input_checks import prefilled_notes
+from learner.driver.input_checks import prefilled_notes, requests_notes
+from learner.tools import evaluation
+from learner.tools.eval_meant import of_other_data
+from learner.tools.reported import reported
+from learner.tools.rewards_try import RewardsTryRequest
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
-from rewards.config import RewardConfig
+from rewards.config import RewardConfig, adapters_of, functions_of
 from rewards.limits import DEFAULT_MEMORY
 from rewards.pool import RewardPool, Scores
 from rewards.text import opening_at_end
 from rollout import ledger
 from rollout.config import DataConfig, parse_size
-from rollout.data import sources
+from rollout.data import hub, sources
 from rollout.data.hub import ChatError, template_in
 from rollout.data.prompts import messages_of
 from rollout.data.sources import ProblemsError, Row
@@ -413,3 +419,138 @@ def _examples(groups: Sequence[pa.Table], rewards: npt.NDArray[np.float64]) -> l
     texts = [text for group in groups for text in group.column("completion").to_pylist()]
     chosen = {"highest": int(np.nanargmax(rewards)), "lowest": int(np.nanargmin(rewards))}
     return [f"{name:8} {rewards[i]:.4f}  {escaped(texts[i])[:SHOWN]}" for name, i in chosen.items()]
+
+
+# What the options of gleaner rewards try mean.
+
+SAMPLES, STEPS = 5, 5  # rows of data, files of rollouts
+SECONDS = 10.0
+# Some reward function has to be there, and those that are tried may fail: they are asked afterwards, as of the others.
+ANY = RewardConfig(use="length", args={"target": 10**9})
+
+
+def generate(config: RunConfig, cases: Sequence[Case], count: int, note: Callable[[str], None]) -> None:
+    """Adds to each case `count` completions, the first of them greedy; none to one whose prompt is too long and left
+    out. Starts a run's generators. Raises what learner.tools.evaluation.evaluate does, TrialError."""
+    if config.env.use is not None:
+        raise TrialError(
+            f"--generate: the run's completions are trajectories of env.use: {config.env.use}; leave it out"
+        )
+    held_out = config.data.eval.model_copy(update={"reward": None})
+    data = config.data.model_copy(update={"size": len(cases), "eval": held_out})
+    alone = config.model_copy(update={"data": data, "rewards": [ANY]})
+    rows = evaluation.evaluate(alone, held_out=False, samples=count - 1, note=note).rows
+    texts: dict[str, list[str]] = {}
+    for problem, text in zip(rows["problem_id"].to_pylist(), rows["completion"].to_pylist(), strict=True):
+        texts.setdefault(problem, []).append(text)
+    for case in cases:
+        case.add("generated", texts.get(case.id, []))
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """run: None where no configuration was named."""
+
+    run: RunConfig | None
+    data: DataConfig
+    rewards: Sequence[RewardConfig]
+    notes: list[str]
+
+
+WRONG = (TrialError, RescoreError, ConfigError, ProblemsError, RewardError, ChatError)
+
+
+def run(asked: RewardsTryRequest) -> int:
+    """Exit code: 0; 1 if a reward function failed on data; 2 if something given is wrong, which is printed."""
+    outcome: list[bool] = []
+    if asked.generate:
+        code = reported(lambda: outcome.append(_tried(asked)), wrong=WRONG)
+        return code or int(outcome[0])
+    try:
+        if asked.rollouts is None:
+            return int(_tried(asked))
+        timeout_s = SECONDS if asked.timeout is None else asked.timeout
+        memory = DEFAULT_MEMORY if asked.memory is None else asked.memory
+        wanted = timeout_s, asked.arg or (), asked.env or (), memory
+        print(rescore(str(asked.reward), asked.rollouts, asked.steps or STEPS, *wanted))
+    except WRONG as error:
+        print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _tried(asked: RewardsTryRequest) -> bool:
+    """Prints what was found. True if a reward function failed."""
+    memory = None if asked.memory is None else size_of(asked.memory)
+    meant = _meant(asked, _reward(asked))
+    cases = _cases(asked, meant)
+    if asked.generate:
+        if meant.run is None:
+            raise TrialError("--generate: wants --config, which names the model; give it, or leave --generate out")
+        generate(meant.run, cases, asked.generate, lambda line: print(line, file=sys.stderr))
+    texts = Texts(meant.run.model.path, meant.data) if meant.run else Texts(None)
+    memory = memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT_MEMORY)
+    found = asyncio.run(score(meant.rewards, memory, texts, cases))
+    notes = [*meant.notes, *([texts.note] if texts.note else [])]
+    notes += [*requests_notes(meant.rewards), *prefilled_notes(meant.rewards, texts.prefilled(cases[0]))]
+    print(json.dumps(as_json(found), indent=2) if asked.as_json else as_text(found, notes))
+    return failed(found)
+
+
+def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
+    """reward: the one that is named before the options. Raises ConfigError, TrialError."""
+    given = {"data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt}
+    changed = {key: value for key, value in given.items() if value is not None}
+    if asked.config is None:
+        fields = {key.removeprefix("data."): value for key, value in changed.items()}
+        try:
+            data = DataConfig.model_validate(fields)
+        except ValidationError as error:
+            raise TrialError("; ".join(sentences(error, DataConfig))) from None
+        assert reward is not None  # learner.tools.rewards_try has looked
+        return Meant(None, data, functions_of([reward]), [])
+    others = of_other_data() if asked.data is not None else []
+    config = load_config(asked.config, [*others, *(f"{key}={value}" for key, value in changed.items())])
+    # Without its revision, for which the hub would be asked: no model is read here.
+    whole = absolute(config.model_copy(update={"model": config.model.model_copy(update={"revision": None})}))
+    rewards = functions_of(whole.rewards)
+    if reward is not None:
+        of_run = zip(functions_of(config.rewards), rewards, strict=True)
+        plain = reward == RewardConfig(use=reward.use)
+        same = [there for here, there in of_run if plain and reward.use in (here.use, here.name)]
+        rewards = tuple(same[:1]) or functions_of([reward])
+    if not rewards:
+        raise TrialError(f"rewards: {asked.config} names no reward function; name one before the options")
+    asks = [one.use for one in adapters_of(whole.rewards)] if reward is None else []
+    notes = [f"reward models on the learner's base are not asked: {', '.join(asks)}"] if asks else []
+    return Meant(whole, whole.data, rewards, notes)
+
+
+def _cases(asked: RewardsTryRequest, meant: Meant) -> list[Case]:
+    """The rows with all completions that need no model."""
+    lines = read_completions(asked.completions) if asked.completions is not None else []
+    hub.settle([meant.data.path])
+    cases = read_cases(meant.data, asked.samples or len(lines) or SAMPLES, meant.run.seed if meant.run else 0)
+    template = asked.reference or reference_column(cases[0].columns, meant.rewards)
+    if template is None:
+        meant.notes.append("no reference answers: name their column, or a template over columns, with --reference")
+    for i, case in enumerate(cases):
+        reference = reference_of(case, template) if template is not None else None
+        case.add("reference", [reference] if reference is not None else [])
+        case.add("empty", [""])
+        case.add("given", [*(asked.completion or ()), *(lines[i] if i < len(lines) else [])])
+    if len(lines) > len(cases):
+        meant.notes.append(f"--completions: {len(lines) - len(cases)} lines are of rows behind those that were read")
+    return cases
+
+
+def _reward(asked: RewardsTryRequest) -> RewardConfig | None:
+    """Raises TrialError, RescoreError."""
+    if asked.reward is None:
+        return None
+    args = dict(map(argument, asked.arg or ())) or None
+    said: dict[str, Any] = {"timeout_s": asked.timeout, "env": asked.env, "args": args}
+    try:
+        return RewardConfig(use=asked.reward, **{key: value for key, value in said.items() if value is not None})
+    except ValidationError as error:
+        raise TrialError("; ".join(sentences(error, RewardConfig))) from None

@@ -1,104 +1,46 @@
-"""gleaner rollouts show: completions out of a run's ledger, chosen and shown."""
+"""gleaner rollouts show is called here. completions_shown.py, which does it, is imported as it begins, so that the help
+is told at once."""
 
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import pyarrow as pa
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
-from rich.text import Text
+import typer
 
-from cluster.telemetry import number
-from learner.driver.console import escaped
-from rollout import ledger
-from rollout.schema import asked_of, parts_of, said_of, whole
-
-# Completions in a terminal. What a model wrote is shown, never obeyed: neither markup nor control characters are.
-
-NARROW = 44  # columns that a completion wants beside another
-
-
-def show_completions(rows: Sequence[dict[str, Any]], source: str) -> None:
-    """Groups below one another; the completions of a group side by side as far as the terminal is wide."""
-    console = Console(highlight=False)
-    for (group, problem), own in groupby(rows, key=lambda row: (row["group_id"], row["problem_id"])):
-        several = list(own)
-        console.rule(Text(f"{source}  problem {escaped(problem)}  group {group}"), align="left")
-        console.print(of_group(several, console.width))
-
-
-def of_group(rows: Sequence[dict[str, Any]], width: int) -> Group:
-    """A prompt, and its completions side by side as far as `width` columns allow. rows: learner.tools.rollouts.rows_of,
-    at least one."""
-    asked: list[RenderableType] = [_message(message) for message in rows[0]["prompt"]]
-    if rows[0]["answer"] is not None:
-        asked.append(Text.assemble(("answer  ", "bold"), escaped(str(rows[0]["answer"]))))
-    beside = min(max(width // NARROW, 1), len(rows))
-    return Group(*asked, Columns([_panel(row) for row in rows], width=width // beside - 1, padding=(0, 0, 0, 1)))
-
-
-def _panel(row: dict[str, Any]) -> Panel:
-    said = row["messages"]
-    turns = [_message(one) for one in said] if said else [Text(escaped(row["completion"]), overflow="fold")]
-    for name, value in row["logged"].items():
-        turns.append(
-            Text.assemble(
-                (f"{escaped(name)}  ", "bold"),
-                escaped(value if isinstance(value, str) else f"{value:.6g}"),
-                overflow="fold",
-            )
-        )
-    if row["error"] is not None:
-        turns.append(Text(escaped(row["error"]), style="red", overflow="fold"))
-    return Panel(Group(*turns), title=Text(_title(row)), subtitle=Text(_parts(row)), title_align="left")
-
-
-def _title(row: dict[str, Any]) -> str:
-    reward = row["reward_status"] if row["reward"] is None else f"{row['reward']:.4g}"
-    return f"{row['sample']}  reward {reward}  {row['tokens']} tokens  {escaped(row['finish_reason'])}"
-
-
-def _parts(row: dict[str, Any]) -> str:
-    given = {name: value for name, value in row["parts"].items() if value is not None}
-    told = [f"{escaped(name)} {value:.4g}" for name, value in given.items()]
-    turns = [f"turn {i} {value:.4g}" for i, value in enumerate(row["turn_rewards"]) if value is not None]
-    return "  ".join([*told, *turns])
-
-
-def _message(message: dict[str, Any]) -> Text:
-    content = message.get("content")
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
-    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-    role = escaped(str(message.get("role", "")))
-    parts = ((f"{role}  ", "bold"), escaped(text), escaped(f" {calls}" if calls else ""))
-    return Text.assemble(*parts, overflow="fold")  # nothing of it is left out
-
-
-COLUMNS = ("group_id", "problem_id", "sample", "completion", "reward", "reward_status", "finish_reason", "worker")
-
-
-class RolloutsError(ValueError):
-    """There is nothing to show; one sentence says why."""
+from learner.driver.arguments import Request, epilog, natural, positive
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What learner.tools.commands.rollouts takes, under its names."""
+class RolloutsRequest(Request):
+    """Show completions of a run.
 
-    folder: Path
-    step: int | None
-    problem: str | None
-    sample: int | None
-    best: bool
-    worst: bool
-    groups: int
-    as_json: bool
+    As the trainer got them, with rewards, their parts, and turns; a group side by side where the terminal is wide.
+    Control characters are shown, never sent to the terminal.
+    """
+
+    EPILOG = epilog(
+        "gleaner rollouts show runs/demo-seed0",
+        "gleaner rollouts show runs/demo-seed0 --step 12 --worst",
+        "gleaner rollouts show runs/demo-seed0 --problem chain_sum-17 --json | jq '.[].reward'",
+    )
+
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or its rollouts folder.")]
+    step: Annotated[int | None, typer.Option(parser=positive, metavar="N", help="Of which step; else the newest.")] = (
+        None
+    )
+    problem: Annotated[str | None, typer.Option(metavar="ID", help="Only the groups of this problem.")] = None
+    sample: Annotated[
+        int | None, typer.Option(parser=natural, metavar="I", help="Only this completion of each group, from 0.")
+    ] = None
+    best: Annotated[bool, typer.Option("--best", help="Only the completion with the highest reward.")] = False
+    worst: Annotated[bool, typer.Option("--worst", help="Only the completion with the lowest reward.")] = False
+    groups: Annotated[
+        int, typer.Option(parser=positive, metavar="N", help="How many groups to show, if none is chosen above.")
+    ] = 1
+    as_json: Annotated[
+        bool, typer.Option("--json", help="As a list of objects, of every group that was chosen, in ASCII.")
+    ] = False
 
     @property
     def chooses(self) -> bool:
@@ -106,96 +48,13 @@ class Asked:
         return self.problem is not None or self.sample is not None or self.best or self.worst
 
 
-def run(asked: Asked) -> int:
+def run(asked: RolloutsRequest) -> int:
     """Exit code: 0; 2 where there is nothing to show."""
+    from learner.tools import completions_shown
+
     try:
-        file = _file(asked)
-        rows = chosen(rows_of(file), asked)
-    except RolloutsError as error:
+        completions_shown.show(asked)
+    except completions_shown.RolloutsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if asked.as_json:
-        print(json.dumps(rows, indent=2))
-    else:
-        show_completions(rows, file.name)
     return 0
-
-
-def chosen(rows: Sequence[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
-    """Those that were asked for. Raises RolloutsError where there are none."""
-    if not rows:
-        raise RolloutsError("DIR: the step holds no completions; give another --step")
-    if asked.best and asked.worst:
-        raise RolloutsError("--best: does not go with --worst; give one of them")
-    found = [row for row in rows if asked.problem in (None, row["problem_id"])]
-    if not found:
-        known = ", ".join(dict.fromkeys(row["problem_id"] for row in rows[:200]))
-        raise RolloutsError(
-            f"--problem: must be one of this step, {known[:300]}, got {asked.problem}; or give another --step"
-        )
-    if asked.sample is not None:
-        most = max(row["sample"] for row in found)
-        found = [row for row in found if row["sample"] == asked.sample]
-        if not found:
-            raise RolloutsError(f"--sample: must be at most {most}, got {asked.sample}")
-    if asked.best or asked.worst:
-        scored = [row for row in found if row["reward"] is not None]
-        if not scored:
-            raise RolloutsError("--best, --worst: none of these completions has a reward; leave it out to see why")
-        return [(max if asked.best else min)(scored, key=lambda row: float(row["reward"]))]
-    if asked.chooses or asked.as_json:
-        return found
-    first = list(dict.fromkeys(row["group_id"] for row in found))[: asked.groups]
-    return [row for row in found if row["group_id"] in first]
-
-
-def _file(asked: Asked) -> Path:
-    folder = asked.folder / "rollouts" if (asked.folder / "rollouts").is_dir() else asked.folder
-    files = {int(file.stem.removeprefix("step-")): file for file in ledger.steps(folder)}
-    if not files:
-        raise RolloutsError(f"DIR: {asked.folder} holds no step-*.parquet; give the folder of a run that has begun")
-    if asked.step is not None and asked.step not in files:
-        raise RolloutsError(f"--step: must be one from {min(files)} to {max(files)} that is there, got {asked.step}")
-    return files[max(files) if asked.step is None else asked.step]
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    """The completions of a step file, in its order, as they are shown. Raises RolloutsError."""
-    try:
-        table = whole(ledger.read(file))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RolloutsError(f"DIR: {file} cannot be read: {reason}; give another --step") from error
-    columns = [
-        *COLUMNS,
-        "reward_error",
-        "logged",
-        "problem",
-        "messages",
-        "turns",
-        "completion_ids",
-        "loss_mask",
-        "policy_version_min",
-        "policy_version_max",
-    ]
-    pairs = zip(table.select(columns).to_pylist(), parts_of(table), strict=True)
-    return [_row(row, parts) for row, parts in pairs]
-
-
-def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
-    problem = asked_of(row["problem"])
-    asks = problem.messages
-    return {name: row[name] for name in COLUMNS} | {
-        "reward": number(row["reward"]),
-        "parts": {name: number(value) for name, value in parts.items()},
-        "tokens": len(row["completion_ids"])
-        if row["loss_mask"] is None
-        else sum(row["loss_mask"]),  # that were sampled
-        "versions": [row["policy_version_min"], row["policy_version_max"]],
-        "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
-        "answer": problem.columns.get("answer"),
-        "messages": said_of(row["messages"]),
-        "error": row["reward_error"],
-        "logged": {one["name"]: number(one["value"]) if one["text"] is None else one["text"] for one in row["logged"]},
-        "turn_rewards": [number(turn["reward"]) for turn in row["turns"]],
-    }

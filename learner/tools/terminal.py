@@ -17,9 +17,9 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 
 from learner.driver.console import escaped, sentence
+from learner.tools.completions_shown import RolloutsError, of_group, rows_of
 from learner.tools.report.run_folder import ReportError, Run, read_run
 from learner.tools.report.summary import is_score, starts_of
-from learner.tools.rollouts import RolloutsError, of_group, rows_of
 
 # The curves of a run as one line each.
 
@@ -92,7 +92,7 @@ ORDERS = ("as trained", "lowest reward", "highest reward", "widest spread")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A group. rows: its completions (learner.tools.rollouts.rows_of). rewards: of those that have one."""
+    """A group. rows: its completions (learner.tools.completions_shown.rows_of). rewards: of those that have one."""
 
     rows: list[dict[str, Any]]
     rewards: list[float]
@@ -348,3 +348,16 @@ def _cells(one: Listed) -> tuple[str, ...]:
     known = one.rewards
     rewards = [number(sum(known) / len(known)), number(min(known)), number(max(known))] if known else ["none", "", ""]
     return (escaped(one.problem), *rewards, str(one.failed or ""), escaped(one.asked[:WIDE]))
+
+
+def show(run: Path) -> int:
+    """Shows the run until its user leaves. Exit code: 0; 1 without a terminal; 2 where there is nothing to show."""
+    try:
+        read_run(run)
+    except ReportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not sys.stdout.isatty():
+        print("error: --terminal: must be a terminal, and the output goes elsewhere; leave it out", file=sys.stderr)
+        return 1
+    return RunApp(run).run() or 0

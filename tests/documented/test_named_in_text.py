@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from learner.tools.cli import build
 from tests.cli_page import commands
@@ -17,7 +16,7 @@ from tests.documented.blocks import FENCE, PAGES, ROOT
 NAMED = re.compile(r"`((?:gleaner|make) [^`\n]+)`")
 OPTIONS = {
     path.split(" ", 1)[1]: {option for parameter in command.params for option in parameter.opts}
-    for path, command in commands(get_command(build()), "gleaner")
+    for path, command in commands(build(), "gleaner")
     if not hasattr(command, "commands")
 }
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

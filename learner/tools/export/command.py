@@ -1,4 +1,4 @@
-"""What the command line of gleaner export means."""
+"""This does what gleaner export is asked for: it checks, writes, verifies, and sends on."""
 
 import logging
 import os
@@ -24,6 +24,7 @@ from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.tools.as_trained import AsTrained, as_trained
+from learner.tools.export import ExportRequest
 from learner.tools.export.card import Exported, Scores, card, check_whose, read_scores
 from learner.tools.export.source import (
     ExportError,
@@ -163,23 +164,6 @@ OUTTYPE = "q8_0"  # of a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What learner.tools.commands.export takes, under its names."""
-
-    run: Path
-    out: Path
-    step: int | None
-    model: str | None
-    adapter_only: bool
-    dtype: str | None
-    scores: Path | None
-    gguf: bool
-    outtype: str | None
-    push_to: str | None
-    public: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """What was asked for, checked. dtype: of merged weights; None: the adapter alone. sampled: how completions were in
     training; None of an adapter whose base is not here."""
@@ -194,13 +178,13 @@ class Job:
     sampled: AsTrained | None
 
 
-def run(asked: Asked) -> int:
+def run(asked: ExportRequest) -> int:
     """Exit code: as of `reported`."""
     machine.sleeping_threads()
     return reported(lambda: _export(asked), wrong=(ExportError,), failed=(ExportFailed,))
 
 
-def _export(asked: Asked) -> None:
+def _export(asked: ExportRequest) -> None:
     job = _checked(asked)
     source, size = job.source, job.size
     memory = f", {gib(size.memory)} of memory" if size.memory else ""
@@ -223,7 +207,7 @@ def _export(asked: Asked) -> None:
         print(f"hub      {publish(job.out, asked.push_to, public=asked.public)}")
 
 
-def _checked(asked: Asked) -> Job:
+def _checked(asked: ExportRequest) -> Job:
     """Raises ExportError, and what else is wrong with a run's inputs."""
     _check_options(asked)
     source = find(asked.run, asked.step, asked.model)
@@ -265,7 +249,7 @@ def _scores(file: Path, source: Source) -> Scores:
     return scores
 
 
-def _check_options(asked: Asked) -> None:
+def _check_options(asked: ExportRequest) -> None:
     """Raises ExportError for options that do not go together."""
     merged = {"--dtype": asked.dtype is not None, "--gguf": asked.gguf}
     for name, given in merged.items():

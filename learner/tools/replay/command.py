@@ -1,4 +1,5 @@
-"""What the command line of gleaner replay means."""
+"""This does what gleaner replay is asked for: it takes the same steps again, or says what other settings would have
+taught."""
 
 import asyncio
 import json
@@ -20,6 +21,7 @@ from learner.config.load import absolute
 from learner.driver.console import escaped
 from learner.driver.metrics import RewardsFailing
 from learner.driver.record import POLICIES
+from learner.tools.replay import ReplayRequest
 from learner.tools.replay.bisect import bisect
 from learner.tools.replay.recorded import Learner, Recorded, ReplayError, Step, Taken, load_config, read_recorded
 from learner.tools.replay.what_if import (
@@ -175,26 +177,13 @@ def _relative(then: float | None, now: float) -> float:
     return float("inf") if then is None else abs(now - then) / max(abs(then), abs(now), 1e-30)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What learner.tools.commands.replay takes, under its names."""
-
-    run: Path
-    overrides: list[str] | None
-    start: int
-    to: int | None
-    output: Path | None
-    bisect: str | None
-    as_json: bool
-
-
-def run(asked: Asked) -> int:
+def run(asked: ReplayRequest) -> int:
     """Exit code: 0; 1 if something differs, or failed on the way; 2 if something given is wrong."""
     codes: list[int] = []
     return reported(lambda: codes.append(_replay(asked)), wrong=(ReplayError,), failed=(RewardsFailing,)) or codes[0]
 
 
-def _replay(asked: Asked) -> int:
+def _replay(asked: ReplayRequest) -> int:
     if asked.bisect is not None:
         if asked.overrides or asked.output is not None or asked.start or asked.to is not None:
             raise ReplayError(
@@ -215,7 +204,7 @@ def _replay(asked: Asked) -> int:
     return asyncio.run(_again(asked, recorded, steps, learner))
 
 
-async def _again(asked: Asked, recorded: Recorded, steps: Sequence[Step], learner: Learner) -> int:
+async def _again(asked: ReplayRequest, recorded: Recorded, steps: Sequence[Step], learner: Learner) -> int:
     """The same settings, up to the first difference."""
     started = time.perf_counter()
     async with aclosing(compared(learner, recorded, steps)) as found:
@@ -236,7 +225,12 @@ async def _again(asked: Asked, recorded: Recorded, steps: Sequence[Step], learne
 
 
 def _what_if(
-    asked: Asked, recorded: Recorded, config: RunConfig, changes: Changes, steps: Sequence[Step], state: Path | None
+    asked: ReplayRequest,
+    recorded: Recorded,
+    config: RunConfig,
+    changes: Changes,
+    steps: Sequence[Step],
+    state: Path | None,
 ) -> int:
     """Other settings, into a folder of their own."""
     if scores := rescored(changes):

@@ -293,7 +293,8 @@ def test_a_file_that_would_take_minutes_or_the_process_is_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["--help"], 0, "  learner.lora.rank = 16  (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256)\n"),
+        (["--help"], 0, "--keys              List every key with its choices and default.\n"),
+        (["--keys"], 0, "  learner.lora.rank = 16  (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256)\n"),
         ([], 2, "config: --config: required, but not given; gleaner init my-run writes a first one\n"),
         (["--confg", "my.yaml"], 2, "config: '--confg': an override is written key=value; did you mean --config?\n"),
         (["model.path=x", "rollouts.workers=2"], 2, "config: rollouts: unknown key; did you mean rollout?\n"),

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from learner.driver.preflight import prepare
 from learner.driver.roles import Wanted, look, needs, worker_spec
 from learner.main import main
 from learner.model.base import load_base, tensor_files
-from learner.tools.eval_command import Asked, _meant
+from learner.tools.eval_command import EvalRequest
+from learner.tools.eval_meant import meant
 from learner.tools.export.merge import write_tokenizer
 from learner.tools.report.page import Words
 from rollout.data.chat import Chat
@@ -121,14 +121,13 @@ def test_another_model_has_no_revision_of_the_one_that_it_replaces(commits: dict
     run.mkdir()
     configure("old", model={"path": NAME, "revision": "old"})
     Path("config.yaml").rename(run / "config.yaml")
-    words = {field.name: None for field in fields(Asked)} | {"run_folder": run, "model": str(tmp_path)}
-    config, _ = _meant(Asked(**words))  # type: ignore[arg-type]
+    config, _ = meant(EvalRequest(run_folder=run, model=str(tmp_path)))
     assert (config.model.path, config.model.revision) == (str(tmp_path), None)
-    config, _ = _meant(Asked(**words | {"model": NAME}))  # type: ignore[arg-type]
+    config, _ = meant(EvalRequest(run_folder=run, model=NAME))
     assert config.model.revision == "old", "the same model keeps it"
     (run / "model").mkdir()
     (run / "model" / "config.json").touch()
-    config, _ = _meant(Asked(**words | {"model": None}))  # type: ignore[arg-type]
+    config, _ = meant(EvalRequest(run_folder=run))
     assert (config.model.path, config.model.revision) == (str(run / "model"), None)
 
 

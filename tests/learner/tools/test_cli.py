@@ -7,27 +7,40 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
+from learner.main import main as run_main
 from learner.tools.cli import build, main
 from learner.tools.rewards_try import built_ins
 from rewards.loader import BUILT_INS
 from tests.cli_page import DOCUMENT, commands, document
 
+PATHS = [path.split()[1:] for path, command in commands(build(), "gleaner") if not hasattr(command, "commands")]
+
+
+@pytest.mark.parametrize("words", PATHS, ids=" ".join)
+def test_the_help_of_a_command_loads_nothing_that_it_needs_to_run(words: list[str]) -> None:
+    """Typer itself loads pydantic where a command is called."""
+    heavy = {"torch", "transformers", "ray", "vllm", "datasets", "pyarrow", "numpy", "learner.config"}
+    assert loaded([*words, "--help"], heavy)[0] == "[]"
+
+
+def loaded(words: list[str], modules: set[str]) -> list[str]:
+    """Which of the modules gleaner has loaded when it ends; before that the words that it has printed."""
+    code = f"import sys; from learner.tools.cli import main; assert main({words}) == 0; sys.stdout.flush()\n"
+    code += f"print(sorted({modules} & set(sys.modules)), file=sys.stderr)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [told.stderr.strip(), *told.stdout.split()]
+
 
 def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys; from learner.tools.cli import main; code = main(['--help'])\n"
-        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'numpy', 'pyarrow', 'pydantic', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\nsys.exit(code)"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"init", "plan", "doctor", "train", "rewards", "reward-model", "rollouts", "report"} <= set(
-        told.stdout.split()
-    )
+    modules = {"torch", "transformers", "ray", "vllm", "numpy", "pyarrow", "pydantic", "rich", "learner.tools.plan"}
+    found, *told = loaded(["--help"], modules)
+    assert found == "[]"
+    assert {"init", "plan", "doctor", "train", "rewards", "reward-model", "rollouts", "report"} <= set(told)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +70,32 @@ def test_a_mistake_is_one_sentence(words: list[str], told: str, capsys: pytest.C
     assert re.search(told, line)
 
 
-def test_train_passes_everything_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """To the parser of learner.main, whose sentences these are."""
-    words = ["train", "--assume-gpus", "h100", "--model.path=x", "data.path=y", "rewards=[{use: format}]"]
-    assert main(words) == 2
-    assert "--assume-gpus: a run needs the cards themselves" in capsys.readouterr().err
-    assert main(["train", "--config", "absent.yaml", "--dry-run"]) == 2
-    assert "config: --config absent.yaml: No such file" in capsys.readouterr().err
-    assert main(["train", "--learner.learnin_rate=1", "model.path=x", "data.path=y"]) == 2
-    assert "did you mean learning_rate?" in capsys.readouterr().err
-    assert main(["train", "--keys"]) == 0
+@pytest.mark.parametrize("train", [lambda words: main(["train", *words]), run_main], ids=["gleaner", "learner.main"])
+def test_train_and_learner_main_are_the_same(
+    train: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*words: str) -> str:
+        assert train([*words]) == 2
+        return capsys.readouterr().err
+
+    others = ["data.path=y", "rewards=[{use: format}]"]
+    assert "--assume-gpus: a run needs the cards themselves" in told("--assume-gpus", "h100", "--model.path=x", *others)
+    assert "--verbose: is of --dry-run" in told("model.path=x", *others, "--verbose")
+    assert "config: --config absent.yaml: No such file" in told("--config", "absent.yaml", "--dry-run")
+    assert "did you mean learning_rate?" in told("--learner.learnin_rate=1", "model.path=x", "data.path=y")
+    assert told().startswith("config: --config: required, but not given; ")
+    assert re.fullmatch(r"error: (gleaner|learner.main): Option '--config' requires an arg.*\n", told("--config"))
+    assert train(["--keys"]) == 0
     assert "  learner.lora.rank = 16  (1 | 2 | 4 | 8 | 16 | 32" in capsys.readouterr().out
+    assert train(["--help"]) == 0
+    assert "--keys              List every key with its choices and default." in capsys.readouterr().out
+
+
+def test_where_all_commands_are_listed_each_is_told_by_its_own_help() -> None:
+    listed = {command.name: command for command in build().commands.values() if not hasattr(command, "commands")}
+    assert len(listed) > 5
+    for command in listed.values():
+        assert command.get_short_help_str(500) == command.loaded().get_short_help_str(500) != ""
 
 
 def test_the_shell_is_given_keys_to_complete() -> None:
@@ -95,7 +123,7 @@ def test_versions_without_importing_what_they_are_of(capsys: pytest.CaptureFixtu
 
 
 def test_every_option_says_what_it_is_and_every_command_gives_examples() -> None:
-    for path, command in commands(get_command(build()), "gleaner"):
+    for path, command in commands(build(), "gleaner"):
         own: Any = command
         assert [one.name for one in own.params if not one.help] == [], path
         if not hasattr(own, "commands"):

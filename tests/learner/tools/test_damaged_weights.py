@@ -17,7 +17,7 @@ from examples.random_families import make_family
 from learner.config.load import load_config
 from learner.driver import checkpoint
 from learner.tools.cli import main
-from learner.tools.serve import server_of
+from learner.tools.server import server_of
 from tests.learner.tools.exports import STEP
 from tests.rollout.data.test_weight_names import Change, changed, having, without
 

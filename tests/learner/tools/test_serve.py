@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.random_families import make_family
 from learner.config.load import ConfigError
-from learner.tools.serve import serve, server_of
 from learner.tools.served_stops import TrainingStops
+from learner.tools.server import serve, server_of
 
 ROOT = Path(__file__).parents[3]
 

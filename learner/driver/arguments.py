@@ -1,13 +1,65 @@
-"""Numbers of the command line, each with its range, as texts or as the defaults that stand for them. All raise
-ValueError, which Typer shows beside the option's name.
-"""
+"""A command declares what it takes as a dataclass. Typer's command is made of that here, and a wrong command line is
+told in one sentence."""
 
 import difflib
+import inspect
 import math
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Request:
+    """A command takes this. Each subclass is a frozen dataclass: its fields, with `Annotated[..., typer.Option(...)]`
+    and defaults, are the parameters, and its docstring is the command's help.
+
+    Attributes:
+        EPILOG: stands at the end of the help; `epilog` makes it.
+        CONTEXT: settings of the command's typer.Context.
+    """
+
+    __slots__ = ()
+    EPILOG: ClassVar[str] = ""
+    CONTEXT: ClassVar[dict[str, Any]] = {}
+
+
+Asked = TypeVar("Asked", bound=Request)
+
+
+def command_of(request: type[Asked], run: Callable[[Asked], int], name: str) -> Any:
+    """Typer's command of that name: it calls `run` with what the command line says, and returns the exit code."""
+
+    def command(**given: Any) -> int:
+        return run(request(**given))
+
+    command.__doc__ = request.__doc__
+    signature = inspect.signature(request)
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name, epilog=request.EPILOG, context_settings=HELP | request.CONTEXT)(command)
+    return get_command(app)
+
+
+def answer(command: Any, argv: Sequence[str] | None, name: str) -> int:
+    """The exit code of `command` with these words, or those of this process; `name` is what its help calls it. It is 2
+    for a wrong command line, of which a sentence is printed, and 130 after Ctrl-C."""
+    try:
+        code = command.main(None if argv is None else list(argv), prog_name=name, standalone_mode=False)
+    except typer.TyperException as error:
+        print(f"error: {sentence(error, name)}", file=sys.stderr)
+        return error.exit_code
+    return int(code or 0)
+
+
+# Numbers, each with its range, as texts or as the defaults that stand for them. All raise ValueError, which Typer shows
+# beside the option's name.
 
 
 def natural(text: str | int) -> int:
@@ -41,14 +93,14 @@ def _whole(given: str | int, least: int) -> int:
 # A wrong command line in one sentence, as every error of gleaner: field, rule, value, next step.
 
 
-def sentence(error: typer.TyperException) -> str:
-    """What is wrong, without the usage around it."""
+def sentence(error: typer.TyperException, program: str) -> str:
+    """What is wrong, without the usage around it. program: its name, for an error that does not say which command."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     text = " ".join(error.message.split()).removeprefix("Value error, ").rstrip(".")
     if param is not None:
         name = max(param.opts, key=len) if param.param_type_name == "option" else param.display_name_raw
         return f"{name}: {text[:1].lower()}{text[1:]}" if text else f"{name}: required, but not given"
-    where = "gleaner" if ctx is None else ctx.command_path
+    where = program if ctx is None else ctx.command_path
     near = getattr(error, "possibilities", None) or ()
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"{where}: {text}{hint}"
