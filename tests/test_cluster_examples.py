@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from learner.config import load
-from learner.driver.arguments import answer, command_of
-from learner.main import RunRequest
+from learner.main import RunRequest, answer, command_of
 
 FOLDER = Path("examples/clusters")
 

@@ -24,6 +24,7 @@ ALONE = {
     "learner.tools.served_stops": "vLLM's server imports it by name, and nothing else of ours",
     "rollout.vllm.tool_parsers": "it imports vllm, which only this folder may",
     "rewards.built_in.": "the loader imports each by name",
+    **dict.fromkeys(("learner.tools.reward_model", "learner.tools.rollouts"), "the command line imports each by name"),
 }
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 ONLY_IN = {"ray": "cluster/ray_*.py", "vllm": "rollout/vllm/*.py"}

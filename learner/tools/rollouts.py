@@ -8,7 +8,12 @@ from typing import Annotated
 
 import typer
 
-from learner.driver.arguments import Request, epilog, natural, positive
+from learner.main import (
+    Request,
+    epilog,
+    natural,
+    positive,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from learner.driver.arguments import Request, epilog, natural
+from learner.main import Request, epilog, natural
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """`gleaner report RUN --terminal`: a run's curves, steps and completions in a terminal."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from learner.driver import process
-from learner.driver.arguments import Request, epilog, natural
+from learner.main import Request, epilog, natural
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from learner.tools import reward_trial, rewards_try
+from learner.tools import evaluation, reward_trial
 from learner.tools.cli import main
 from learner.tools.reward_trial import read_completions
 from rollout.data.hub import template_in
@@ -123,7 +123,7 @@ def test_what_the_model_says_is_tried_too(
         asked.update(options, size=config.data.size)
         return Answered()
 
-    monkeypatch.setattr(rewards_try, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     found = tried(capsys, "exact", "--config", "run.yaml", "--samples", "2", "--generate", "2")
     assert rewards_of(found, "generated") == [2.0, 0.0, 2.0, 0.0]
     assert (asked["size"], asked["samples"], asked["held_out"]) == (2, 1, False)
