@@ -1,11 +1,16 @@
 """Where roles go: a pure function, or one clear error."""
 
+from __future__ import annotations
+
 import re
+import subprocess
+import sys
 
 import pytest
 
 from cluster.placement import PlacementError, Role, pack, place, waiting
 from cluster.ray_cluster import Reservation
+from learner.driver.machine_checks import check_startable
 
 
 def test_two_roles_on_one_card_share_one_bundle() -> None:
@@ -111,3 +116,45 @@ def test_threads_sleep_while_they_wait_only_where_they_outnumber_the_cores() -> 
     roles = [Role("generator-0", 1, 0), Role("learner", 2, 0)]
     assert waiting(roles, cores=3) == {}
     assert waiting(roles, cores=2) == {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+# What Ray would not start with, and would only say after a minute.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PYTHONWARNINGS", "ignore,e::DeprecationWarning"),
+        ("PYTHONWARNINGS", "error::UserWarning"),
+        ("PYTHONOPTIMIZE", "3"),
+    ],
+)
+def test_a_variable_with_which_its_processes_end_is_named(name: str, value: str) -> None:
+    with pytest.raises(PlacementError, match=f"^{name}: .*got .*{value}.*; unset it"):
+        check_startable({name: value})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PYTHONWARNINGS": "ignore::FutureWarning", "PYTHONOPTIMIZE": "1"},
+        {"PYTHONWARNINGS": "error::UserWarning:my_rewards", "PYTHONOPTIMIZE": "yes"},
+        {"PYTHONWARNINGS": "", "PYTHONOPTIMIZE": ""},
+    ],
+)
+def test_others_do_no_harm(environ: dict[str, str]) -> None:
+    check_startable(environ)
+
+
+def test_a_machine_whose_loopback_interface_is_off() -> None:
+    apart = ["unshare", "--net", "--map-root-user"]
+    try:
+        if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("no network of one's own may be made here")
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    call = "from learner.driver.machine_checks import check_startable; check_startable()"
+    told = subprocess.run(
+        [*apart, sys.executable, "-c", call], capture_output=True, text=True, check=False, timeout=60
+    ).stderr
+    assert "PlacementError: cluster.address: local needs the loopback interface" in told

@@ -1,5 +1,6 @@
 """Autograd of the surrogates against the slopes that were derived by hand, in float64: bounds on their edges included.
-And what a row of the table alone changes: configuration, --help, documentation, training."""
+And what a row of the table alone changes: configuration, --help, documentation, training.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from learner.algo.loss import Tokens, log_ratio_of, token_loss
 from learner.algo.surrogates import SURROGATES, LossConfig, Surrogate
 from learner.config import load
 from learner.config.settings import LearnerConfig
-from tests.learner import hand_slopes
+from tests.learner import hand_slopes, naive
 from tests.learner.tokens import batch_of
+from tests.learner.weighted import BOUNDS, RATIOS, clip, gspo
 from tests.loss_table import table
 
 LIMIT = 1e-7
@@ -196,3 +198,188 @@ def test_the_table_is_what_help_and_errors_say() -> None:
         names = ", ".join(SURROGATES)
         rule = f"must be one of {names}, or a function of your own as path/file.py:function{near}"
         assert line == f"loss.ratio: {rule} (got '{wrong}')"
+
+
+# Every ratio against numbers worked by hand, and its weights against autograd of what the papers and TRL write.
+
+NO_LENGTHS = torch.empty(0, dtype=torch.int64)  # for ratios that look at one token at a time
+PAPERS = BOUNDS["gspo"]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "clipped"),
+    [
+        ("masked", [0, 0.5, 1, 1.9, 2, 2, 0], [0, 4, 5, 6]),
+        ("truncated", [0.4, 0.5, 1, 1.9, 2, 2, 2], [4, 5, 6]),
+        ("icepop", [0, 0.5, 1, 1.9, 2.5, 5, 0], [0, 6]),
+        ("cispo", [0.4, 0.5, 1, 1.9, 2.5, 5, 5], [6]),
+    ],
+)
+def test_weights_without_a_sign_by_hand(name: Any, weights: list[float], clipped: list[int]) -> None:
+    ratio = torch.tensor([0.4, 0.5001, 1.0, 1.9, 2.5, 4.9999, 5.1])
+    found = RATIOS[name](ratio.log(), torch.full((7,), -3.0), NO_LENGTHS, LossConfig(ratio=name).bounds)
+    assert found.weight.tolist() == pytest.approx(weights, rel=3e-4)
+    assert found.objective.tolist() == pytest.approx([-3 * w for w in weights], rel=3e-4)
+    assert found.clipped.nonzero().flatten().tolist() == clipped
+
+
+@pytest.mark.parametrize("epsilon", [None, (0.2, 0.28)])
+def test_clip_by_hand(epsilon: tuple[float, float] | None) -> None:
+    ratio = torch.tensor([0.5, 1.2, 1.5, 0.5, 0.9, 1.5])
+    advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
+    found = clip(ratio.log(), advantage, NO_LENGTHS, LossConfig(ratio="clip", epsilon=epsilon).bounds)
+    assert found.weight.tolist() == pytest.approx([0.5, 1.2, 0, 0, 0.9, 1.5])
+    assert found.objective.tolist() == pytest.approx([1.0, 2.4, 2.56, -1.6, -1.8, -3.0])
+    assert found.clipped.tolist() == [False, False, True, True, False, False]
+
+
+def test_gspo_by_hand() -> None:
+    """Completions of 2, 1 and 3 tokens: s = sqrt(1.21 * 1) = 1.1, 1.5, and 1 from ratios that cancel out."""
+    ratio = torch.tensor([1.21, 1.0, 1.5, 4.0, 0.5, 0.5])
+    advantage = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
+    lengths = torch.tensor([2, 1, 3])
+    found = gspo(ratio.log(), advantage, lengths, LossConfig(ratio="gspo", epsilon=(0.2, 0.28)).bounds)
+    assert found.weight.tolist() == pytest.approx([1.1, 1.1, 0, 1, 1, 1])
+    assert found.objective.tolist() == pytest.approx([2.2, 2.2, 2.56, -1, -1, -1])
+    assert found.clipped.tolist() == [False, False, True, False, False, False]
+    narrow = gspo(torch.tensor([3.9e-4, 4.1e-4, 2e-4]), torch.ones(3), torch.tensor([1, 1, 1]), PAPERS)
+    assert narrow.clipped.tolist() == [False, True, False]
+    narrow = gspo(torch.tensor([-2.9e-4, -3.1e-4]), -torch.ones(2), torch.tensor([1, 1]), PAPERS)
+    assert narrow.clipped.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("ratio", ["clip", "gspo"])
+def test_a_token_that_the_sampler_found_unlikely_cannot_outweigh_a_batch(ratio: Any) -> None:
+    """A gap of 5 nats, A < 0: its weight was e^5 = 148. The bound is INTELLECT-2's 4, or loss.delta; A > 0 is PPO's."""
+    gap, advantage, one = torch.tensor([5.0, 5.0, 1.0]), torch.tensor([-2.0, 2.0, -2.0]), torch.tensor([1, 1, 1])
+    epsilon = (0.2, 0.28)
+    found = RATIOS[ratio](gap, advantage, one, LossConfig(ratio=ratio, epsilon=epsilon).bounds)
+    assert found.weight.tolist() == pytest.approx([0, 0, math.e])
+    assert found.objective.tolist() == pytest.approx([-8, 2.56, -2 * math.e])
+    assert found.clipped.tolist() == [True, True, False]
+    narrow = RATIOS[ratio](gap, advantage, one, LossConfig(ratio=ratio, epsilon=epsilon, delta=2).bounds)
+    assert narrow.weight.tolist() == [0, 0, 0]
+    assert narrow.objective.tolist() == pytest.approx([-4, 2.56, -4])
+
+
+def test_sequence_ratios_by_hand() -> None:
+    """Completions of 2, 1 and 2 tokens: s = 2 * 1.25 = 2.5, 3.5, and 4 * 0.02 = 0.08."""
+    logs, advantage = torch.tensor([2.0, 1.25, 3.5, 4.0, 0.02]).log(), torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])
+    lengths = torch.tensor([2, 1, 2])
+    mask, truncate = RATIOS["sequence_mask"], RATIOS["sequence_truncate"]
+    found = mask(logs, advantage, lengths, LossConfig(ratio="sequence_mask").bounds)
+    assert found.weight.tolist() == pytest.approx([2.5, 2.5, 0, 0.08, 0.08], rel=1e-5)
+    assert found.objective.tolist() == pytest.approx([2.5, 2.5, 0, 0.08, 0.08], rel=1e-5)
+    assert found.clipped.tolist() == [False, False, True, False, False]
+    found = mask(logs, advantage, lengths, LossConfig(ratio="sequence_mask", band=(0.1, 4)).bounds)
+    assert found.weight.tolist() == pytest.approx([2.5, 2.5, 3.5, 0, 0], rel=1e-5)
+    found = truncate(logs, advantage, lengths, LossConfig(ratio="sequence_truncate").bounds)
+    assert found.weight.tolist() == pytest.approx([2.5, 2.5, 3, 0.08, 0.08], rel=1e-5)
+    assert found.clipped.tolist() == [False, False, True, False, False]
+    far = mask(torch.full((20,), 20.0), torch.ones(20), torch.tensor([20]), LossConfig(ratio="sequence_mask").bounds)
+    assert far.objective.tolist() == [0] * 20  # e^400 is no number of float32
+
+
+@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_a_ratio_on_its_bound_is_within_it(name: str, advantage: float) -> None:
+    """All bounds at 1, where exp(0) is exact."""
+    bounds: Any = {"band": (1.0, 1.0), "cap": 1.0, "epsilon": (0.0, 0.0), "delta": 1.0}
+    found = RATIOS[name](torch.zeros(2), torch.full((2,), advantage), torch.tensor([1, 1]), bounds)
+    assert found.weight.tolist() == [1, 1]
+    assert found.objective.tolist() == [advantage] * 2
+    assert not found.clipped.any()
+
+
+def test_a_token_without_advantage_is_not_clipped_and_no_ratio_is_infinite() -> None:
+    found = clip(torch.tensor([-3.0, 1.0, 3.0]), torch.zeros(3), NO_LENGTHS, LossConfig(ratio="clip").bounds)
+    assert not found.clipped.any()
+    assert found.objective.tolist() == [0, 0, 0]
+    far = log_ratio_of(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-9999.0, 9998.0, -1.5]))
+    assert far.tolist() == [20, -20, 0.5]
+
+
+LENGTHS = [100, 1, 249, 150]  # of completions: 500 tokens
+CHOICES: list[dict[str, Any]] = [
+    *({"ratio": ratio} for ratio in RATIOS if ratio != "gspo"),
+    {"ratio": "gspo", "epsilon": (0.2, 0.28)},
+    {"ratio": "gspo", "epsilon": (0.1, 0.1), "delta": 1.3},
+    {"ratio": "clip", "epsilon": (0.1, 0.4), "delta": 1.5},
+    {"ratio": "masked", "cap": 1.5, "band": (0.8, 3)},
+    {"ratio": "icepop", "band": (0.2, 2)},
+    {"ratio": "truncated", "cap": 1},
+    {"ratio": "cispo", "cap": 3},
+    {"ratio": "sequence_mask", "band": (0.95, 5)},
+    {"ratio": "sequence_truncate", "cap": 1.5},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_slopes_are_the_gradient_that_autograd_gives(choice: dict[str, Any]) -> None:
+    """Of the surrogates as they are written in the papers and TRL; many tokens are clipped. Denominators are a
+    completion's."""
+    torch.manual_seed(0)
+    repeat, config = torch.tensor(LENGTHS), LossConfig(**choice)
+    advantages = torch.tensor([0.7, -1.2, -0.4, 1.5]).repeat_interleave(repeat)
+    coefficients, behavior = torch.rand(4).repeat_interleave(repeat), torch.randn(500) - 2
+    gap = 0.9 * torch.randn(500) + torch.tensor([0.05, 0.3, 0.02, 0.4]).repeat_interleave(repeat)
+    if config.ratio.startswith("sequence"):  # whole completions whose ratios are near 2, 1, 4 and 0.5
+        gap = 0.01 * torch.randn(500) + (torch.tensor([2.0, 1, 4, 0.5]).log() / repeat).repeat_interleave(repeat)
+    logprobs = (behavior + gap).requires_grad_()
+    split = [x.split(LENGTHS) for x in (logprobs, behavior, advantages, coefficients)]
+    losses = [(c * naive.loss(lp, mu, a, None, config)).sum() for lp, mu, a, c in zip(*split, strict=True)]
+    (wanted,) = torch.autograd.grad(torch.stack(losses).sum(), logprobs)
+    batch = batch_of(behavior, advantages, coefficients, lengths=LENGTHS)
+    slopes, parts = token_loss(logprobs, torch.zeros(500), batch, config, reference=None, version=0)
+    assert not slopes.requires_grad
+    assert 10 < int(parts["clipped"]) < 490
+    assert int(parts["masked"]) == int((wanted == 0).sum())
+    assert torch.allclose(slopes, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_decoupled_by_hand() -> None:
+    """pi / pi_prox is clipped, pi_prox / mu is capped at 2, and the mismatch is that of pi_prox."""
+    mu = torch.full((4,), -1.0)
+    stale, moved = torch.tensor([1.5, 1.5, 3.0, 0.1]), torch.tensor([1.1, 1.5, 1.1, 0.9])
+    proximal = mu + stale.log()
+    batch = batch_of(mu, torch.ones(4), torch.full((4,), 0.25))
+    slopes, parts = token_loss(
+        proximal + moved.log(), torch.zeros(4), batch, LossConfig(ratio="clip"), reference=None, version=0,
+        proximal=proximal,
+    )  # fmt: skip
+    assert slopes.tolist() == pytest.approx([-0.25 * w for w in (1.65, 0, 2.2, 0.09)])
+    assert parts["loss"].item() == pytest.approx(-0.25 * (1.65 + 1.5 * 1.28 + 2.2 + 0.09))
+    assert (int(parts["clipped"]), int(parts["masked"])) == (2, 1)
+    assert parts["k3"].item() == pytest.approx(sum(s - math.log(s) - 1 for s in stale.tolist()), rel=1e-5)
+    assert parts["gap_max"].item() == pytest.approx(math.log(10), rel=1e-5)
+    config = LossConfig(ratio="clip", cap=1.2)
+    slopes, _ = token_loss(
+        proximal + moved.log(), torch.zeros(4), batch, config, reference=None, version=0, proximal=proximal
+    )
+    assert slopes.tolist() == pytest.approx([-0.25 * w for w in (1.32, 0, 1.32, 0.09)])
+    config = LossConfig(ratio="clip", cap=1)  # on which a policy that has not moved lies
+    _, parts = token_loss(mu, torch.zeros(4), batch, config, reference=None, version=0, proximal=mu)
+    assert int(parts["clipped"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (
+            {"epsilon": [0.1, 0.1]},
+            r"epsilon: belongs to ratio: gspo, clip, and masked has none; .*=\[0.1, 0.1\]",
+        ),
+        ({"delta": 3}, r"delta: belongs to ratio: gspo, clip, and masked has none; .*got delta=3.0"),
+        ({"ratio": "icepop", "cap": 3}, r"cap: belongs to ratio: masked, truncated, cispo, .* and icepop has none"),
+        ({"ratio": "cispo", "band": [0.5, 2]}, r"band: belongs to ratio: masked, icepop, sequence_mask, and cispo has"),
+        ({"ratio": "clip", "delta": 1.28}, r"delta: must be above 1 \+ epsilon's upper part, 1.28, .*got 1.28"),
+        ({"ratio": "clip", "epsilon": [0.2, 3.5]}, r"delta: must be above .* 4.5, .*got 4"),
+        ({"band": [1.1, 2]}, r"band.0\n.*less than or equal to 1"),
+        ({"cap": 0.5}, r"cap\n.*greater than or equal to 1"),
+    ],
+)
+def test_bounds_that_the_ratio_does_not_have_are_refused(loss: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        LearnerConfig.model_validate({"loss": loss})
+    split = {"updates_per_batch": 2, "loss": {"ratio": "clip", "cap": 3}}
+    assert LearnerConfig.model_validate(split).loss.bounds["cap"] == 3

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, MambaConfig, OPTConfig
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from safetensors.torch import load
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    Qwen2Config,
+)
 
+from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
+from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
-from learner.model.policy import Policy
+from learner.model.policy import Policy, merged, resolve_checkpointing
+from learner.model.roles import ScoredRole
 from rollout.architecture import ArchitectureError
+from rollout.types import Weights
+from tests.learner.adapters import written_value
+from tests.peak import peak_bytes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -159,3 +179,203 @@ def test_reference_gives_the_adapter_back(tiny_path: str, adapter_path: str) -> 
             assert torch.equal(policy.hidden(ids), before)
         torch.autograd.backward(policy.hidden(ids).sum())
         assert all(master.grad is not None for master in policy.masters.values())
+
+
+# Checkpointing: the same gradient bit for bit, the recomputation that was asked for, and no other.
+
+LAYERS = 3
+IDS = torch.randint(0, 40, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=[LlamaConfig, Qwen2Config], ids=["llama", "qwen2"])
+def path(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    return save_model(request.param(**SMALL | {"num_hidden_layers": LAYERS}), tmp_path_factory.mktemp("model"))
+
+
+def policy_of(path: str, checkpointing: Any, **options: Any) -> Policy:
+    policy = Policy(
+        ModelConfig(path=path, dtype="float32"),
+        LoraConfig(rank=8, alpha=16),
+        checkpointing=checkpointing,
+        seed=0,
+        device=torch.device("cpu"),
+        **options,
+    )
+    with torch.no_grad():
+        for i, master in enumerate(policy.masters.values()):  # B is 0 at first, and so would half of the gradients be
+            master.copy_(torch.randn(master.shape, generator=torch.Generator().manual_seed(i)) * 0.1)
+    policy.sync()
+    return policy
+
+
+def gradient(policy: Policy) -> dict[str, Tensor]:
+    torch.autograd.backward(policy.hidden(IDS).square().sum())
+    return {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
+
+
+def forwards_of(policy: Policy, part: Callable[[Any], Any]) -> list[int]:
+    """How often `part` of each layer is computed in a forward and backward pass."""
+    counts = [0] * LAYERS
+    for i, layer in enumerate(policy._lm.model.layers):
+
+        def count(*_: Any, i: int = i) -> None:
+            counts[i] += 1
+
+        part(layer).register_forward_hook(count)
+    gradient(policy)
+    return counts
+
+
+@pytest.mark.parametrize("checkpointing", ["full", 2, "mlp"])
+def test_gradients_are_equal_bit_for_bit(path: str, checkpointing: Any) -> None:
+    wanted, found = gradient(policy_of(path, "none")), gradient(policy_of(path, checkpointing))
+    assert len(wanted) == 2 * 7 * LAYERS
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "mlp", "attention"),
+    [("none", [1, 1, 1], [1, 1, 1]), ("full", [2, 2, 2], [2, 2, 2]), (2, [2, 2, 1], [2, 2, 1]),
+     ("mlp", [2, 2, 2], [1, 1, 1])],
+)  # fmt: skip
+def test_what_is_computed_twice(path: str, checkpointing: Any, mlp: list[int], attention: list[int]) -> None:
+    # The hook sits on a linear layer inside: the recomputation stops as soon as it has what it needs, and so may not
+    # come to the end of the module itself.
+    assert forwards_of(policy_of(path, checkpointing), lambda layer: layer.mlp.gate_proj) == mlp
+    assert forwards_of(policy_of(path, checkpointing), lambda layer: layer.self_attn.q_proj) == attention
+
+
+def test_kept_bytes_shrink_with_the_policy(path: str) -> None:
+    def kept(checkpointing: Any) -> int:
+        total = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        policy = policy_of(path, checkpointing)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            policy.hidden(IDS)
+        return total
+
+    none, one, two, full, mlp = (kept(c) for c in ("none", 1, 2, "full", "mlp"))
+    assert none > one > two > full
+    assert none > mlp > full
+
+
+def test_offloaded_boundaries_give_the_same_gradient(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = gradient(policy_of(path, "full"))
+    calls: list[bool] = []
+    plain = torch.autograd.graph.save_on_cpu
+
+    def counted(**options: Any) -> Any:
+        calls.append(True)
+        return plain(**options)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counted)
+    policy = policy_of(path, "full", offload=True)
+    calls.clear()  # those of the checks at start-up
+    found = gradient(policy)
+    assert len(calls) == 1
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_refusals_name_the_setting(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="learner.checkpointing: must be at most the 3 layers of .*, got 4"):
+        policy_of(path, 4)
+    opt = OPTConfig(
+        vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="learner.checkpointing: mlp needs decoder layers .* has 0 in 2 layers"):
+        policy_of(save_model(opt, tmp_path), "mlp")
+
+
+def test_auto_without_a_plan() -> None:
+    assert resolve_checkpointing("auto", torch.device("cpu")) == "none"
+    assert resolve_checkpointing("auto", torch.device("cuda")) == "full"
+    assert resolve_checkpointing(2, torch.device("cpu")) == 2
+
+
+# learner.push: merged, against PEFT's own merge: which weights are sent, what they are, and that the base stays.
+
+ATTENTION = {f"{name}_proj.weight" for name in "qkvo"} | {f"{name}_proj.bias" for name in "qkv"}  # of a Qwen2
+
+
+def lora_merge_make_policy(
+    path: Path, dtype: Any, targets: Any = "all-linear", roles: Sequence[ScoredRole] = ()
+) -> Policy:
+    """With an adapter that is far from zero."""
+    policy = Policy(
+        ModelConfig(path=str(path), dtype=dtype),
+        LoraConfig(rank=8, alpha=24, targets=targets),
+        checkpointing="none",
+        seed=0,
+        device=torch.device("cpu"),
+        roles=roles,
+    )
+    torch.manual_seed(1)
+    policy.load({name: 0.1 * torch.randn_like(master) for name, master in policy.masters.items()})
+    return policy
+
+
+def sent(policy: Policy) -> dict[str, Tensor]:
+    update = update_of(policy, 3, merged=True)
+    assert isinstance(update, Weights)
+    update.verify()
+    return load(bytes(update.payload))
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_it_is_pefts_merge_and_the_base_stays(tmp_path: Path, dtype: Any, rounding: float) -> None:
+    policy = lora_merge_make_policy(make_tiny_model(tmp_path), dtype)
+    before = {name: weight.clone() for name, weight in policy._lm.state_dict().items()}
+    for _ in range(3):  # nothing creeps into the base
+        found = sent(policy)
+    after = policy._lm.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    # PEFT's, in float32 from the same weights.
+    expected = policy._peft.float().merge_and_unload().state_dict()
+    assert len(found) == 2 * (len(ATTENTION) + 3)
+    moved = 0.0
+    for name, weight in found.items():
+        assert weight.dtype == getattr(torch, dtype)
+        torch.testing.assert_close(weight.float(), expected[name], rtol=rounding, atol=1e-6)
+        base = before.get(name.replace("_proj.", "_proj.base_layer."))
+        assert base is not None
+        moved = max(moved, float((weight - base).abs().max()))
+    assert moved > 0.1
+
+
+def test_a_block_of_layers_is_sent_whole_and_the_others_not_at_all(tmp_path: Path) -> None:
+    policy = lora_merge_make_policy(make_tiny_model(tmp_path), "float32", ["q_proj", "v_proj"])
+    found = sent(policy)
+    assert found.keys() == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ATTENTION}
+    own = policy._lm.state_dict()
+    assert torch.equal(found["model.layers.1.self_attn.k_proj.weight"], own["model.layers.1.self_attn.k_proj.weight"])
+
+
+def test_layers_that_another_role_alone_adapts_are_not_sent(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "model")
+    folder = written_value(str(path), tmp_path / "value", ["down_proj"])
+    value = ScoredRole("value", folder, trained=True, key="learner.value.start")
+    found = sent(lora_merge_make_policy(path, "float32", ["q_proj"], [value]))
+    assert found.keys() == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ATTENTION}
+
+
+def test_one_matrix_at_a_time_is_held_beside_the_bytes(tmp_path: Path) -> None:
+    policy = lora_merge_make_policy(make_tiny_model(tmp_path, layers=4), "bfloat16")
+    width_in, width_out = 64, 3 * 64
+    one = 4 * width_in * width_out + 4 * 8 * (width_in + width_out)  # the matrix, B and A in float32
+    sent = []
+    peak = peak_bytes(lambda: sent.append(update_of(policy, 0, merged=True)))
+    assert peak <= len(sent[0].payload) + one
+
+
+def test_adapters_of_other_layers_are_refused() -> None:
+    lm = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    wrapped = get_peft_model(lm, PeftConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"merged is for adapters of nn.Linear, c_attn is Conv1D; set push=adapter"):
+        merged(wrapped.get_base_model())

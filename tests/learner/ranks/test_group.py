@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import init_process_group, is_initialized
 
 from cluster.actor import Unusable
-from learner.ranks.group import Group
+from learner.ranks.group import Group, packed, unpacked
 
 
 def test_what_was_abandoned_is_another_rank_s_loss_until_they_meet_again() -> None:
@@ -22,3 +25,20 @@ def test_what_was_abandoned_is_another_rank_s_loss_until_they_meet_again() -> No
             exchange()
     group.leave()
     assert not is_initialized()
+
+
+# What ranks send each other arrives, and nothing else can be sent.
+
+
+def test_values_and_tensors_arrive_to_the_bit() -> None:
+    tensors = [torch.tensor(3), torch.tensor([0.1, math.nan]), torch.zeros(0), torch.tensor([[True], [False]])]
+    found: Any = unpacked(packed(("words", 2, [0.1, -math.inf], {"parts": [{"a": one} for one in tensors]})))
+    assert found[:3] == ["words", 2, [0.1, -math.inf]]
+    for one, tensor in zip(found[3]["parts"], tensors, strict=True):
+        assert one["a"].dtype == tensor.dtype
+        assert torch.equal(one["a"].nan_to_num(7), tensor.nan_to_num(7))
+
+
+def test_an_object_is_refused() -> None:
+    with pytest.raises(TypeError, match="a rank sends no object"):
+        packed([object()])

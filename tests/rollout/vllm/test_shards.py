@@ -18,8 +18,8 @@ from rollout.types import Held, Sampling
 from rollout.vllm.shards import agreed
 from rollout.weights import WeightsFile, WeightsReader
 from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
+from tests.rollout.vllm.test_engine import logprobs, weights_of
 from tests.rollout.vllm.test_held import of_adapter, of_weights
-from tests.rollout.vllm.test_weights import logprobs, weights_of
 
 SAME = Sampling(n=2, max_tokens=60, seed=7)
 LAYER = "model.layers.1.mlp.down_proj"  # split by its inputs: of an adapter A is split, and B whole in both

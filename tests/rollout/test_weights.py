@@ -1,4 +1,4 @@
-"""Whole weights that stay in the learner's memory, and who reads them while they may be overwritten."""
+"""Our safetensors writer and reader against the library's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,45 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, load_file, save
 
 from cluster.actor import ValueLost
-from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile
-from rollout.weights import Source, WeightsFile, WeightsReader, pack, unpack
+from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile, digest_of_weights
+from rollout.weights import (
+    Source,
+    WeightsFile,
+    WeightsReader,
+    pack,
+    unpack,
+    write,
+)
+
+names = st.text(min_size=1).filter(lambda name: name != "__metadata__")  # which is the format's own
+shapes = st.dictionaries(names, st.lists(st.integers(1, 5), max_size=3), max_size=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(shapes=shapes)
+def test_it_is_the_format_in_both_directions(
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shapes: dict[str, list[int]]
+) -> None:
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    wanted = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    sources = {name: Source.of(tensor) for name, tensor in tensors.items()}
+    payload, file = pack(sources, dtype), tmp_path_factory.getbasetemp() / "written.safetensors"
+    write(file, sources, dtype)
+    for found in (
+        load(bytes(payload)), dict(unpack(payload)), dict(unpack(save(wanted, metadata={"format": "pt"}))),
+        load_file(file), dict(unpack(file.read_bytes())),
+    ):  # fmt: skip
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert all(tensor.dtype == dtype for tensor in found.values())
+
+
+# Whole weights that stay in the learner's memory, and who reads them while they may be overwritten.
 
 
 def sources(value: float, size: int = 3) -> dict[str, Source]:
@@ -88,8 +123,8 @@ def test_a_policy_that_is_overwritten_while_it_is_loaded_was_not_loaded(file: We
         file._room(len(weights.payload))  # and no further
         return weights.digest
 
-    for version, load in enumerate((too_slow, torn, half_written)):
-        assert run(WeightsReader(), packed(file, version), load) is None
+    for version, loading in enumerate((too_slow, torn, half_written)):
+        assert run(WeightsReader(), packed(file, version), loading) is None
 
 
 def test_weights_that_came_another_way_are_found_by_other_processes_in_one_place() -> None:
@@ -187,3 +222,19 @@ def test_on_a_card_memory_is_registered_once_or_refused_once(
     file.close()
     reader._let_go()
     assert card.given == set()
+
+
+# The digest of whole weights, against the published vectors of its hash.
+
+# From the test vectors of BLAKE3 (github.com/BLAKE3-team/BLAKE3), whose input is the bytes 0, 1, ..., 250, 0, 1, ...
+VECTORS = {
+    0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+    1: "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213",
+    102400: "bc3e3d41a1146b069abffad3c0d44860cf664390afce4d9661f7902e7943e085",
+}
+
+
+def test_it_is_blake3() -> None:
+    for length, digest in VECTORS.items():
+        payload = bytes(i % 251 for i in range(length))
+        assert digest_of_weights(payload) == digest_of_weights(memoryview(payload)) == digest
