@@ -225,6 +225,11 @@ def nameless(content: bytes = b"") -> BinaryIO:
     return file  # type: ignore[return-value]  # a FileIO is one
 
 
+def written(file: BinaryIO) -> str:
+    """All that its writer made of it."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode("utf-8", "replace")
+
+
 class Program:
     """A program in a session of its own, that signals of a terminal do not reach.
 
