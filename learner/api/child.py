@@ -1,12 +1,11 @@
 """The process of a run that was started from Python: `python -m learner.api.child PARENT --config /dev/stdin`."""
 
-import os
 import signal
 import sys
 
+from cluster.child import end_with_parent
 from learner.driver import process
 from learner.main import leave, main
-from rewards.worker import signal_at_end_of_parent
 
 
 def tie_to(parent: int) -> None:
@@ -20,8 +19,7 @@ def tie_to(parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # what starts notebooks may have them ignored
         signal.signal(number, signal.default_int_handler)
     process.end_as_command()
-    signal_at_end_of_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended already
+    if not end_with_parent(parent, signal.SIGTERM):  # it has ended already
         leave(1)
 
 
