@@ -1,10 +1,9 @@
 """Processes that run somebody else's code, or that may hang: how each starts, answers by a deadline, and ends.
 
-There are three kinds. `forked` calls functions in copies of this process, which knows already what they need. A
-`Program` is started from its command. An `Interpreter` is a fresh Python that is asked one thing after the other.
-What they have in common is here: they end with the process that started them (`end_with_parent`), or are killed with
-all that they have started (`end_tree`); deadlines count only seconds in which this process ran (cluster.actor.Awake);
-and none has a copy of a lock or socket that is not its own.
+There are two kinds. `forked` calls functions in copies of this process, which knows already what they need. A `Program`
+is started from its command. What they have in common is here: they end with the process that started them
+(`end_with_parent`), or are killed with all that they have started (`end_tree`); deadlines count only seconds in which
+this process ran (cluster.actor.Awake); and none has a copy of a lock or socket that is not its own.
 
 Walls are the matter of who knows what is to run: cluster.confinement, rewards.worker.confine. Linux.
 """
@@ -12,18 +11,14 @@ Walls are the matter of who knows what is to run: cluster.confinement, rewards.w
 import contextlib
 import ctypes
 import json
-import multiprocessing
 import os
-import pickle
 import runpy
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
@@ -33,23 +28,8 @@ from cluster import actor
 from cluster.machine import descendants, kill
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LENGTH = 8  # bytes before each message on a socket, which are its length
-MOST_FORKED = 8 << 10  # bytes that a forked function may answer
+_MOST_FORKED = 8 << 10  # bytes that a forked function may answer
 _PIPE = 3  # its descriptor in a fork
-_PART, _MOST = 1 << 20, 1 << 30  # bytes that are read of a socket at once, and of a message of which that is a flood
-
-
-class Died(RuntimeError):
-    """It ended, or closed its end, without an answer. code: its exit code, negative that of a signal."""
-
-    def __init__(self, code: int | None) -> None:
-        super().__init__(f"it ended with exit code {code}")
-        self.code = code
-
-
-class Raised(RuntimeError):
-    """What was asked raised an exception, or answered with what cannot be sent; the text is its traceback, as the
-    exception itself may not be known here."""
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
@@ -116,14 +96,12 @@ class _Fork(NamedTuple):
     nonce: bytes  # without which nothing counts that comes from the pipe
 
 
-def forked(
-    functions: Sequence[Callable[[], object]], seconds: float, walls: Callable[[], object], *, most: int = MOST_FORKED
-) -> list[Outcome]:
+def forked(functions: Sequence[Callable[[], object]], seconds: float, walls: Callable[[], object]) -> list[Outcome]:
     """Calls each function in a copy of this process, all at once, and ends the copies.
 
     A copy ends with this process, and has of all that is open here the standard streams alone: neither a lock nor a
     socket is held by it. It calls `walls` first. Its answer comes as JSON and never as a pickle, since what was called
-    may have written it; one that is longer than `most` bytes, or is none, counts as the end of its process. A function
+    may have written it; one that is longer than 8 KiB, or is none, counts as the end of its process. A function
     that raises has ended its process, too.
 
     To be called where no other thread holds a lock that a function needs: the copy has no threads. Raises OSError if no
@@ -136,7 +114,7 @@ def forked(
     try:
         for function in functions:
             forks.append(_fork(function, walls))
-        told, late = _told([fork.pipe for fork in forks], seconds, most)
+        told, late = _told([fork.pipe for fork in forks], seconds)
     finally:
         for fork in forks:
             end_tree(fork.pid)  # which changes no exit code of one that has closed its pipe by ending
@@ -189,7 +167,7 @@ def _keep(pipe: int) -> None:
                 os.close(int(name))
 
 
-def _told(pipes: Sequence[int], seconds: float, most: int) -> tuple[dict[int, bytes], set[int]]:
+def _told(pipes: Sequence[int], seconds: float) -> tuple[dict[int, bytes], set[int]]:
     """All that came from each pipe until its end, or until it was too much, and those that had no end in time."""
     told = dict.fromkeys(pipes, b"")
     clock = actor.Awake(seconds)
@@ -198,9 +176,9 @@ def _told(pipes: Sequence[int], seconds: float, most: int) -> tuple[dict[int, by
             waiting.register(pipe, selectors.EVENT_READ)
         while waiting.get_map() and (left := clock.left()) > 0:
             for key, _ in waiting.select(min(left, actor.LOOK_S)):
-                part = os.read(key.fd, most + 1)
+                part = os.read(key.fd, _MOST_FORKED)
                 told[key.fd] += part
-                if not part or len(told[key.fd]) > most:
+                if not part or len(told[key.fd]) > _MOST_FORKED:
                     waiting.unregister(key.fd)
         return told, {key.fd for key in waiting.get_map().values()}
 
@@ -222,7 +200,7 @@ def nameless(content: bytes = b"") -> BinaryIO:
     file = open(os.memfd_create("child"), "w+b", buffering=0)  # noqa: SIM115 - of the caller
     file.write(content)
     file.seek(0)
-    return file  # type: ignore[return-value]  # a FileIO is one
+    return file
 
 
 def written(file: BinaryIO) -> str:
@@ -285,120 +263,6 @@ def main(parent: str, module: str, *arguments: str) -> None:
         sys.exit(1)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-# A fresh interpreter that is asked.
-
-
-class Interpreter:
-    """Calls functions of our modules in a Python of its own, one after the other; started by multiprocessing's spawn.
-
-    Used by one thread at a time, but for `kill`. As the process is to end with us, and the kernel goes by the thread
-    that has started it, that thread must live as long.
-    """
-
-    def __init__(self, begin: Callable[..., None], *arguments: Any) -> None:
-        """begin: what the process calls first, with these arguments: it puts up the walls. Raises OSError where no
-        process can be started."""
-        self._end, theirs = socket.socketpair()
-        with theirs:
-            context = multiprocessing.get_context("spawn")
-            self._process = context.Process(target=_serve, args=(theirs, begin, arguments), daemon=True)
-            self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self._begun = False
-
-    def lives(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._process.exitcode is None
-
-    def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float, start_s: float) -> Any:
-        """What the function answers there, within `seconds` from when it takes the question; within start_s it has to
-        begin. What it answers is unpickled here, so `function` returns plain values of ours.
-
-        Raises TimeoutError and Died, after which it is of no more use, and Raised.
-        """
-        try:
-            if not self._begun:
-                self._receive(actor.Awake(start_s))
-                self._begun = True
-            clock = actor.Awake(seconds)
-            left = memoryview(_framed(pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)))
-            while left:
-                left = left[self._patiently(lambda part=left: self._end.send(part), clock) :]
-            fine, answer = pickle.loads(self._receive(clock))
-        except (EOFError, ConnectionError, pickle.UnpicklingError):
-            raise self._death() from None
-        if not fine:
-            raise Raised(answer)
-        return answer
-
-    def _receive(self, clock: actor.Awake) -> bytes:
-        return _message(lambda size: self._patiently(lambda: self._end.recv(size), clock))
-
-    def _patiently(self, step: Callable[[], Any], clock: actor.Awake) -> Any:
-        """What a step on the socket gives, once the other end is so far. Raises TimeoutError, EOFError."""
-        while (left := clock.left()) > 0:
-            self._end.settimeout(min(left, actor.LOOK_S))
-            try:
-                return step()
-            except TimeoutError:
-                if not self.lives():  # though a process that it left behind has its end of the socket
-                    raise EOFError from None
-        raise TimeoutError
-
-    def _death(self) -> Died:
-        end_process(self._process)  # which changes no exit code of one that has closed its end by ending
-        return Died(self._process.exitcode)
-
-    def kill(self) -> None:
-        """Ends it, and tells so whoever waits for its answer. For any thread."""
-        self._process.kill()
-
-    def end(self) -> None:
-        """Ends it and all that it has started. Blocks until it is gone."""
-        end_process(self._process)
-        self._end.close()
-
-
-def _serve(end: socket.socket, begin: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """The process of an Interpreter, to its end."""
-    keep_from_children(end.fileno())
-    begin(*arguments)
-    end.sendall(_framed(b""))  # it is there
-    with contextlib.suppress(EOFError, ConnectionError):  # who asks has gone
-        while True:
-            end.sendall(_framed(_called(_message(end.recv))))
-    os._exit(0)  # not held up by threads that somebody's code has left behind
-
-
-def _called(asked: bytes) -> bytes:
-    try:
-        function, given = pickle.loads(asked)
-        return pickle.dumps((True, function(*given)), pickle.HIGHEST_PROTOCOL)
-    except BaseException:  # sys.exit() in somebody's code is its fault, not the end of the process
-        return pickle.dumps((False, traceback.format_exc()))
-
-
-def _framed(message: bytes) -> bytes:
-    return len(message).to_bytes(LENGTH) + message
-
-
-def _message(receive: Callable[[int], bytes]) -> bytes:
-    """The next message. Raises EOFError where there is none, or a flood."""
-
-    def whole(size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size <= _MOST:
-            if not (part := receive(min(size - len(found), _PART))):
-                break
-            found += part
-        if len(found) < size:
-            raise EOFError
-        return bytes(found)
-
-    return whole(int.from_bytes(whole(LENGTH)))
 
 
 if __name__ == "__main__":

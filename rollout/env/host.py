@@ -32,6 +32,7 @@ from rollout.env.loader import (
 from rollout.env.protocol import Hosted
 from rollout.env.tools.functions import ToolError
 
+LENGTH = 8  # bytes before each message
 MOST_BYTES = 2**20  # of an answer in words; a longer one is a flood
 MOST_IDS_BYTES = 16 * 2**20  # of a program's question, which holds all token ids so far
 
