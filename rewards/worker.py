@@ -1,18 +1,17 @@
 """What runs inside a reward process. Only plain values go back: a user's own exception class may not unpickle there."""
 
-import ctypes
 import multiprocessing
 import os
 import pickle
 import resource
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from cluster.child import end_with_parent
 from cluster.confinement import limit
 from cluster.machine import MARK
 from rewards import (
@@ -23,7 +22,6 @@ from rewards import (
 from rewards.base import Reward, RewardError
 from rewards.loader import BUILT_INS, load
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOADED: dict[str, Reward] = {}  # of this process: one worker serves many groups
 
 
@@ -51,9 +49,7 @@ def confine(memory_bytes: int, parent: int) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         # Rewards of several processes at once: a thread pool in each would have them wait for one another.
         os.environ.setdefault(name, "1")
-    if sys.platform == "linux":
-        signal_at_end_of_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before prctl could say so
+    if not end_with_parent(parent):
         os._exit(1)
 
 
@@ -62,13 +58,6 @@ def _may_start_processes() -> None:
     module that a user's file was loaded as (rewards.loader), nor the main module (rollout.env.preload)."""
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
-
-
-def signal_at_end_of_parent(number: int) -> None:
-    """Has the kernel send this process the signal once the thread that started it ends. Linux only. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, str]:

@@ -8,14 +8,13 @@ the arguments of learner.tools.evaluation, whose result goes to the folder.
 """
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 
+from cluster.child import end_with_parent
 from learner.driver import process
 from learner.main import leave, main
-from rewards.worker import signal_at_end_of_parent
 
 RESULT, ROWS = "result.json", "rows.parquet"
 
@@ -31,8 +30,7 @@ def tie_to(parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # what starts notebooks may have them ignored
         signal.signal(number, signal.default_int_handler)
     process.end_as_command()
-    signal_at_end_of_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended already
+    if not end_with_parent(parent, signal.SIGTERM):  # it has ended already
         leave(1)
 
 

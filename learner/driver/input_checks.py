@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from glob import has_magic
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster import confinement, own_path
-from cluster.actor import LOOK_S, Awake
+from cluster.child import Program, nameless, tied, written
 from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.config.settings import LoraConfig
@@ -61,31 +59,27 @@ class Trial:
         self._module, self._deadline = module, config.cluster.deadlines.start
         self._key, self._what = key, what  # setting that is tried, and what it names
         self._begin = time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *module.split()],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **own_path.environment()},
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        self._process.stdin.write(config.model_dump_json())
-        self._process.stdin.close()
-        self._process.stdin = None  # communicate() would flush it
+        self._out, self._err = nameless(), nameless()
+        with nameless(config.model_dump_json().encode()) as given:
+            self._program = Program(
+                tied(*module.split()), stdin=given, stdout=self._out, stderr=self._err,
+                env={**os.environ, **own_path.environment()},
+            )  # fmt: skip
 
     def finish(self) -> None:
         """Waits for the verdict, and passes notes on to the log. Raises PreflightError with one line for each thing
         that is wrong."""
-        try:
-            out, err = self._said()
-        except subprocess.TimeoutExpired:
+        if not self._program.within(max(self._deadline - (time.monotonic() - self._begin), 0.1)):
             self.close()
             raise PreflightError(
                 f"{self._key}: {self._module} did not come to an end within {self._deadline:g} s "
                 f"(cluster.deadlines.start); give another {self._what}, or a longer deadline"
-            ) from None
+            )
+        out, err = written(self._out), written(self._err)
         try:
             wrong = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
-            last = next(reversed(err.strip().splitlines()), f"exit code {self._process.returncode}")
+            last = next(reversed(err.strip().splitlines()), f"exit code {self._program.code()}")
             raise PreflightError(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
         for line in err.splitlines():  # where libraries write, too
             if line.startswith(NOTE):
@@ -93,20 +87,12 @@ class Trial:
         if wrong:
             raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
 
-    def _said(self) -> tuple[str, str]:
-        """What it has printed, at its end. Raises TimeoutExpired."""
-        clock = Awake(max(self._deadline - (time.monotonic() - self._begin), 0.1))
-        while True:
-            try:
-                return self._process.communicate(timeout=min(clock.left(), LOOK_S))
-            except subprocess.TimeoutExpired:
-                if clock.left() <= 0:
-                    raise
-
     def close(self) -> None:
-        """Ends it, whatever it does; may be called after finish()."""
-        self._process.kill()
-        self._process.communicate()
+        """Ends it, whatever it does, and what it has started; may be called after finish()."""
+        self._program.kill()
+        self._program.code()
+        self._out.close()
+        self._err.close()
 
 
 def tried(module: str, config: RunConfig, key: str, what: str) -> None:

@@ -15,15 +15,14 @@ import math
 import os
 import signal
 import stat
-import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from cluster.actor import within
+from cluster.child import Program, nameless
 from cluster.confinement import command
 from cluster.files import abandoned, locked, wipe
 
@@ -78,41 +77,23 @@ async def outcome_of(module: str, given: bytes, limits: Limits, *, start_s: floa
     """Runs `main` of one of our modules to its end, in a fresh interpreter and a folder of its own, with `given` as its
     standard input. start_s: more wall time, for a program that keeps the limit itself once it has started. Raises
     OSError where this process can start none."""
-    with _folder() as home, _nameless(given) as told, _nameless() as output:
-        process = subprocess.Popen(
+    with _folder() as home, nameless(given) as told, nameless() as output:
+        program = Program(
             command(module, str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes)),
             stdin=told, stdout=output, stderr=output, cwd=home,
-            env=_ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(home)}, start_new_session=True,
+            env=_ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(home)},
         )  # fmt: skip
-        end = _end_of(process)
+        end = asyncio.wrap_future(program.ended)
         try:
             ended = await _ended(end, home, limits, start_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it may have started, too
+            program.kill()
             await end
-        return Outcome(_shown(output, limits.characters), ended or _death(process.returncode, limits))
+            code = program.code()
+        return Outcome(_shown(output.fileno(), limits.characters), ended or _death(code, limits))
 
 
-def _end_of(process: subprocess.Popen[bytes]) -> "asyncio.Future[None]":
-    """Done when it has ended. Not asyncio's own, which waits for ever for a process whose start was cancelled."""
-    loop = asyncio.get_running_loop()
-    end = loop.create_future()
-
-    def tell() -> None:
-        if not end.done():
-            end.set_result(None)
-
-    def wait() -> None:
-        process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(tell)
-
-    threading.Thread(target=wait, name="policy-code", daemon=True).start()
-    return end
-
-
-async def _ended(end: "asyncio.Future[None]", home: Path, limits: Limits, start_s: float) -> str:
+async def _ended(end: asyncio.Future[None], home: Path, limits: Limits, start_s: float) -> str:
     """Waits for its end, or for what is to end it: that in words, else ''."""
     try:
         async with within(limits.seconds + start_s):
@@ -125,21 +106,12 @@ async def _ended(end: "asyncio.Future[None]", home: Path, limits: Limits, start_
     return ""
 
 
-def _death(code: int | None, limits: Limits) -> str:
-    if code is None or code >= 0:
+def _death(code: int, limits: Limits) -> str:
+    if code >= 0:
         return ""
     if code == -signal.SIGXCPU:
         return f"stopped after {limits.seconds:g} s"
     return f"the process died ({signal.Signals(-code).name})"
-
-
-@contextlib.contextmanager
-def _nameless(content: bytes = b"") -> Iterator[int]:
-    """A file in memory that has no name; RLIMIT_FSIZE bounds what its writer makes of it."""
-    with open(os.memfd_create("policy-code"), "w+b", buffering=0) as file:
-        file.write(content)
-        file.seek(0)
-        yield file.fileno()
 
 
 def _shown(descriptor: int, most: int) -> str:

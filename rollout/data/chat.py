@@ -1,25 +1,22 @@
 """Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
 
 import json
-import multiprocessing
-import os
 import re
 import resource
-import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
-from multiprocessing.connection import Connection
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
+from cluster.child import forked
 from rewards.text import opening_at_end
-from rewards.worker import signal_at_end_of_parent
 from rollout.architecture import text_of
 from rollout.data.hub import (
     ChatError,  # here too: whoever uses Chat catches it
@@ -41,38 +38,21 @@ def fails_within(seconds: float, function: Callable[[], object]) -> str:
 
     What it returns or raises is ignored. It must not use threads of this process: the copy has none.
     """
-    context = multiprocessing.get_context("fork")  # a new interpreter would take seconds to know what is known here
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, os.getpid(), function), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(seconds):
-            return f"did not come to an end within {seconds:g} s"
-        ours.recv()
-        return ""
-    except EOFError:
-        process.join()
-        return f"ended its process (exit code {process.exitcode})"
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+    (found,) = forked([partial(_ended, function)], seconds, _limit_memory)
+    if found.late:
+        return f"did not come to an end within {seconds:g} s"
+    return "" if found.code is None else f"ended its process (exit code {found.code})"
 
 
-def _run(answer: Connection, parent: int, function: Callable[[], object]) -> None:
-    signal_at_end_of_parent(signal.SIGKILL)  # with which the run's lock, whose descriptor it has, too, is let go
-    if os.getppid() != parent:
-        os._exit(1)
+def _ended(function: Callable[[], object]) -> None:
+    with suppress(Exception):
+        function()
+
+
+def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MORE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    try:
-        function()
-    except Exception as error:
-        answer.send(type(error).__name__)
-    else:
-        answer.send("done")
 
 
 # Variables of a chat template that a user sets: data.chat_template_kwargs.

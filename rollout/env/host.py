@@ -17,6 +17,7 @@ from io import TextIOWrapper
 from multiprocessing import forkserver
 from typing import Any, NamedTuple, NoReturn
 
+from cluster.child import keep_from_children
 from rewards.base import RewardError, writable
 from rewards.environment import OF_ENVIRONMENTS, described, lent
 from rewards.worker import confine
@@ -53,7 +54,7 @@ def host(end: socket.socket, spec: Spec, folder: str) -> None:
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
     _leave_the_server_to_its_owner()
     _part_from_the_others()
-    _keep_from_children(end.fileno())
+    keep_from_children(end.fileno())
     confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
     with lent(spec.variables), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
         asyncio.run(_serve(end, spec))
@@ -75,12 +76,6 @@ def _part_from_the_others() -> None:
         sys.modules["numpy.random"].seed()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-
-
-def _keep_from_children(descriptor: int) -> None:
-    """The end of the socket: held by a process that the environment has forked, it would not be seen that ours died."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, descriptor))
 
 
 async def _serve(end: socket.socket, spec: Spec) -> NoReturn:

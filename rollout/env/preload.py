@@ -15,9 +15,9 @@ from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 
 import rollout.env.host  # noqa: F401  (what every process needs)
+from cluster.child import end_with_parent, silence
 from cluster.machine import MARK, marked, sweep
 from rewards.environment import lent, withhold
-from rewards.worker import signal_at_end_of_parent
 from rollout.env.loader import found
 
 # Ends what environments have started when the process that they are forked from is gone, however that came.
@@ -44,13 +44,10 @@ def start_sweeper() -> None:
 
 def _wait_for_the_end_of(parent: int) -> None:
     os.setpgrp()  # signals to the generator's group are not for us
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
+    silence()
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # nobody waits for our end of a pipe
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    signal_at_end_of_parent(signal.SIGUSR1)
-    if os.getppid() == parent:
+    if end_with_parent(parent, signal.SIGUSR1):
         signal.sigwait({signal.SIGUSR1})
 
 

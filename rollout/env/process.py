@@ -20,14 +20,15 @@ from multiprocessing.context import ForkServerProcess as Process
 from pathlib import Path
 from typing import Any
 
+from cluster import child
 from cluster.actor import within
 from cluster.files import wipe
-from cluster.machine import MARK, descendants, kill
+from cluster.machine import MARK
 from rewards.config import resolved
 from rewards.environment import lent, values_of
 from rollout.env import preload
 from rollout.env.config import EnvConfig
-from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, host, write
+from rollout.env.host import MOST_IDS_BYTES, Spec, host, write
 from rollout.env.loader import code_of, start_from_json, step_from_json
 from rollout.env.protocol import Asked, NoMore, Sampled, Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
@@ -114,12 +115,7 @@ def end_process(started: Callable[[], Process]) -> None:
         process = started()
     except EnvironmentFault:  # it never was
         return
-    assert process.pid is not None
-    every = [process.pid, *descendants(process.pid)]
-    with contextlib.suppress(ProcessLookupError):  # before it has a group, there is only itself
-        os.killpg(process.pid, signal.SIGKILL)  # whose members may have outlived it
-    kill(every)
-    process.join()
+    child.end_process(process)
     process.close()
 
 
@@ -203,7 +199,7 @@ class EnvironmentProcess:
         try:
             write(self._writer, pickle.dumps((method, *arguments)))
             await self._writer.drain()
-            length = int.from_bytes(await self._reader.readexactly(LENGTH))
+            length = int.from_bytes(await self._reader.readexactly(child.LENGTH))
             if length > MOST_IDS_BYTES:
                 raise EnvironmentFault(
                     "flood", f"{method}: answered with {length} bytes, at most {MOST_IDS_BYTES} are taken"

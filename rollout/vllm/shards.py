@@ -8,9 +8,7 @@ same goes for an adapter's B and A, of which the other one is whole in each proc
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.child import end_with_parent
 from cluster.telemetry import peak_memory
 from rollout.types import Held
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SHARED_NAME = "VLLM_DIST_IDENT"  # in the environment of vLLM's workers on a CPU
 THREADS, WARNINGS, TORCH_LOGS = "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCH_LOGS"
 # The last is set by vLLM on a CPU (libgomp, tcmalloc): reward processes would inherit it from this process, tcmalloc's
@@ -80,9 +78,8 @@ def lost_shard(engine: Any, shards: int) -> str:
 
 
 def _settle_end(worker: Any, parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that took effect
-        os.kill(os.getpid(), signal.SIGKILL)
+    if not end_with_parent(parent):
+        os._exit(1)
     worker.shutdown = partial(os._exit, 0)
     if name := os.environ.get(SHARED_NAME):
         for memory in Path("/dev/shm").glob(f"{name}*"):
