@@ -28,7 +28,7 @@ from rewards.config import resolved
 from rewards.environment import lent, values_of
 from rollout.env import preload
 from rollout.env.config import EnvConfig
-from rollout.env.host import MOST_IDS_BYTES, Spec, host, write
+from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, host, write
 from rollout.env.loader import code_of, start_from_json, step_from_json
 from rollout.env.protocol import Asked, NoMore, Sampled, Start, Step, Turn
 from rollout.env.trajectory import EnvironmentFault
@@ -199,7 +199,7 @@ class EnvironmentProcess:
         try:
             write(self._writer, pickle.dumps((method, *arguments)))
             await self._writer.drain()
-            length = int.from_bytes(await self._reader.readexactly(child.LENGTH))
+            length = int.from_bytes(await self._reader.readexactly(LENGTH))
             if length > MOST_IDS_BYTES:
                 raise EnvironmentFault(
                     "flood", f"{method}: answered with {length} bytes, at most {MOST_IDS_BYTES} are taken"
