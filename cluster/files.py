@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cluster.errors import WrongInput
 from cluster.reading import json_value, read_mapping
 
 Digest = dict[str, int | str]  # {"bytes": …, "sha256": …}
@@ -276,14 +277,10 @@ UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 log = logging.getLogger(__name__)
 
 
-class RunFolderInUse(RuntimeError):
-    """Another process writes to the run folder; the message names it."""
-
-
 @contextmanager
 def lock_held(folder: Path) -> Iterator[None]:
     """Inside this block this process is the only writer of the run folder. A missing folder is made, and removed again
-    if it is empty at the end. Raises RunFolderInUse."""
+    if it is empty at the end. Raises WrongInput."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / LOCK_FILE
     descriptor = _take(path)
@@ -304,13 +301,13 @@ def lock_held(folder: Path) -> Iterator[None]:
 
 def _take_folder(folder: Path) -> int:
     """A descriptor of the folder itself, locked where the file system can: the lock file may be deleted under a run.
-    Raises RunFolderInUse."""
+    Raises WrongInput."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise RunFolderInUse(_refusal(folder, b"")) from None
+        raise WrongInput(_refusal(folder, b"")) from None
     except OSError as error:  # NFS takes locks on files that are open for writing, which no folder is
         log.debug("%s: the folder itself cannot be locked: %s", folder, error)
     return descriptor
@@ -342,7 +339,7 @@ def _take(path: Path) -> int:
         except BlockingIOError:
             owner = os.pread(descriptor, LONGEST, 0)
             os.close(descriptor)
-            raise RunFolderInUse(_refusal(path.parent, owner)) from None
+            raise WrongInput(_refusal(path.parent, owner)) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 os.close(descriptor)

@@ -8,11 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.errors import WrongInput
 from cluster.machine import visible_cards
-
-
-class PlacementError(ValueError):
-    """The cluster has less than the configuration asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class Placement:
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placement:
-    """`pack`, checked: PlacementError when the nodes together, or the largest of them, cannot hold the result."""
+    """`pack`, checked: WrongInput when the nodes together, or the largest of them, cannot hold the result."""
     placement = pack(roles)
     check(placement.bundles, nodes)
     return placement
@@ -100,14 +97,14 @@ def _told(resources: Mapping[str, float]) -> str:
 
 
 def check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Simulates packing, largest bundle first. Raises PlacementError, which says what is missing."""
+    """Simulates packing, largest bundle first. Raises WrongInput, which says what is missing."""
     left = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0.0), -b["CPU"])):
         home = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)
         if home is None:
             need = {k: sum(b.get(k, 0.0) for b in bundles) for k in ("CPU", "GPU")}
             have = {k: sum(node.get(k, 0.0) for node in nodes) for k in ("CPU", "GPU")}
-            raise PlacementError(
+            raise WrongInput(
                 f"placement: the run needs {_told(need)}, and finds no node for {_told(bundle)} of them; the cluster "
                 f"has {_told(have)} on {len(nodes)} node(s). Lower rollout.workers, cluster.learners, cluster.cpus or "
                 "cluster.gpus, or add nodes"

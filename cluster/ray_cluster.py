@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from cluster import machine
 from cluster.actor import DeadlineExceeded, S, within
-from cluster.placement import PlacementError, Role, check, pack, waiting
+from cluster.errors import WrongInput
+from cluster.placement import Role, check, pack, waiting
 from cluster.ray_actor import ExitReasons, Host, Remote, in_one_line
 from cluster.ray_private import (
     RayProcesses,
@@ -34,16 +35,16 @@ from cluster.ray_private import (
 
 
 def metrics_address() -> str:
-    """host:port at which the agent of this process's node answers to GET /metrics. Raises PlacementError where this
+    """host:port at which the agent of this process's node answers to GET /metrics. Raises WrongInput where this
     process is not in a Ray cluster, or in one that shows no metrics."""
     import ray
 
     if not ray.is_initialized():
-        raise PlacementError("trackers: prometheus shows metrics by way of Ray, and this process has joined no cluster")
+        raise WrongInput("trackers: prometheus shows metrics by way of Ray, and this process has joined no cluster")
     own = ray.get_runtime_context().get_node_id()
     node = next(node for node in ray.nodes() if node["NodeID"] == own)
     if node["MetricsExportPort"] <= 0:
-        raise PlacementError(
+        raise WrongInput(
             f"trackers: prometheus needs Ray's metrics, and the cluster's node {node['NodeManagerAddress']} was "
             "started with enable_metrics_collection false; start Ray without that setting, or leave prometheus out"
         )
@@ -97,7 +98,7 @@ class Reservation:
     Args:
         nodes: those that live, as Ray describes them.
 
-    Raises PlacementError if they cannot hold the roles, or the one that a role must be on is none of them.
+    Raises WrongInput if they cannot hold the roles, or the one that a role must be on is none of them.
     """
 
     def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -173,7 +174,7 @@ def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(found) == 1:
         return found[0]
     rule = "must be of one node" if found else "must be a node of the cluster"
-    raise PlacementError(
+    raise WrongInput(
         f"placement: the name of a node {rule}, got {name}; the nodes are {', '.join(' '.join(n) for n in called)} "
         "(name, address, machine): give one of these"
     )
@@ -183,7 +184,7 @@ def _take(bundle: Mapping[str, float], left: dict[str, float], name: str) -> Non
     """Takes what the bundle asks for from what is left of the node."""
     for kind, count in bundle.items():
         if left.get(kind, 0.0) < count:
-            raise PlacementError(
+            raise WrongInput(
                 f"placement: node {name} has too little for what must be on it: {count:g} {kind} more, and "
                 f"{left.get(kind, 0.0):g} left; lower cluster.rewards, or give another node"
             )
@@ -275,7 +276,7 @@ class Session:
         return [node for node in ray.nodes() if node["Alive"]]
 
     async def reserve(self, roles: Sequence[Role], deadline_s: float, note: Callable[[str], None] = print) -> None:
-        """Reserves room for every role. Raises PlacementError at once if the cluster is too small, DeadlineExceeded if
+        """Reserves room for every role. Raises WrongInput at once if the cluster is too small, DeadlineExceeded if
         no room becomes free in time. `note` receives a line about what is being waited for."""
         self._reserved = Reservation(roles, self.nodes())
         if self.mode == "local":
@@ -440,7 +441,7 @@ def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: 
 
 
 def _join(address: str) -> None:
-    """Connects to the cluster that launched us, or the one at `address`. Raises PlacementError if there is none."""
+    """Connects to the cluster that launched us, or the one at `address`. Raises WrongInput if there is none."""
     if not in_job():
         _check_listening(address)
     import ray
@@ -451,7 +452,7 @@ def _join(address: str) -> None:
             job_config=job_config(),
         )  # fmt: skip
     except ConnectionError as error:
-        raise PlacementError(
+        raise WrongInput(
             f"cluster.address: no running Ray was found for {address!r}; start one with: ray start --head, or use "
             "cluster.address=local"
         ) from error
@@ -470,13 +471,13 @@ def store_bytes(policy_bytes: int, free: int) -> int:
 
 
 def _check_listening(address: str) -> None:
-    """Raises PlacementError if nothing listens at the address; Ray itself would try for a minute and say nothing."""
+    """Raises WrongInput if nothing listens at the address; Ray itself would try for a minute and say nothing."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         try:
             socket.create_connection((host, int(port)), timeout=5).close()
         except OSError as error:
-            raise PlacementError(
+            raise WrongInput(
                 f"cluster.address: nothing answers at {address} ({error.strerror or error}); start it with: "
                 f"ray start --head --port={port}, or use cluster.address=local"
             ) from None

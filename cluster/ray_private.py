@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from cluster.actor import ClusterLost
+from cluster.errors import WrongInput
 from cluster.files import abandoned, locked
 from cluster.own_path import entries
-from cluster.placement import PlacementError
 
 # The folder of a private Ray cluster: closed to other users, and removed after a driver that was killed before it
 # could.
@@ -32,7 +32,7 @@ LONGEST = 21  # bytes of its path: that of a socket ends at 107, and gl-... and 
 
 def root() -> Path:
     """Where temporary folders are made here: TMPDIR, or /tmp where that is not set, too long or not to be written.
-    Raises PlacementError: neither can be."""
+    Raises WrongInput: neither can be."""
     given = Path(os.environ.get("TMPDIR") or _USUAL)
     wrong = {}
     for folder in dict.fromkeys((given, _USUAL)):
@@ -46,7 +46,7 @@ def root() -> Path:
         else:
             return folder
     told = ", ".join(f"{folder}: {why}" for folder, why in wrong.items())
-    raise PlacementError(
+    raise WrongInput(
         f"TMPDIR: must be a folder that can be written, of a path of at most {LONGEST} bytes, since sockets lie in it "
         f"({told}); set it to such a folder"
     )
@@ -60,7 +60,7 @@ class RuntimeFolder:
 
     def __init__(self, place: Path | None = None) -> None:
         """Makes it in `place`, or the usual one; folders of processes that are gone are swept away first. Raises
-        PlacementError."""
+        WrongInput."""
         place = root() if place is None else place
         for folder in abandoned(place, _PREFIX):
             shutil.rmtree(folder, ignore_errors=True)

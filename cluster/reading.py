@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from cluster.errors import WrongInput
+
 MIB = 2**20
 MOST = 64 * MIB  # bytes of a text that is read whole
 LONGEST = 16 * MIB  # of a line
@@ -30,7 +32,7 @@ KINDS = {
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Unreadable(ValueError):
+class Unreadable(WrongInput):
     """A file that is not taken; the text names it and says why."""
 
 
@@ -180,7 +182,7 @@ MAX_VALUES = 100_000  # an alias counts as often as it is used: a few lines may 
 MAX_INT = 2**63
 
 
-class ConfigError(ValueError):
+class ConfigError(WrongInput):
     """The configuration is wrong; the text has one line per mistake."""
 
 

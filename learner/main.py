@@ -257,10 +257,10 @@ def _run(asked: RunRequest) -> int:
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
     except (Exception, BaseExceptionGroup) as several:
-        from learner.driver.preflight import PROBLEMS
+        from cluster.errors import WrongInput
 
         cause = failure.first_of(several)
-        if isinstance(cause, PROBLEMS):  # some of them only a cluster that was joined can tell
+        if isinstance(cause, WrongInput):  # some of them only a cluster that was joined can tell
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 2
         return _fail(cause)
@@ -270,7 +270,7 @@ def _tell_more(wrong: "WrongSettings") -> None:
     """What else is wrong: files, columns and reward functions that the other settings name."""
     if (others := wrong.others()) is None:
         return
-    from learner.driver.failure import PreflightError
+    from cluster.errors import WrongInput
     from learner.driver.preflight import look
     from rollout.data import hub
 
@@ -278,7 +278,7 @@ def _tell_more(wrong: "WrongSettings") -> None:
     hub.settle([config.model.path, config.data.path, config.data.eval.path])
     try:
         look(config, sections=sections).finish()
-    except PreflightError as error:
+    except WrongInput as error:
         print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
     except Exception as error:  # what half a configuration meets must not stand before what is known to be wrong
         logging.getLogger("learner").debug("the other settings could not be looked at: %r", error)

@@ -30,6 +30,8 @@ far from them. One that demands it is refused before training starts.
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+from cluster.errors import WrongInput
+
 Values = Iterable[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
 
@@ -48,12 +50,8 @@ class Zeroed(list[float]):
         self.why = dict(why)
 
 
-class RewardError(ValueError):
+class RewardError(WrongInput):
     """A reward that cannot be used. Carries one sentence and nothing else, so that it survives pickling."""
-
-
-class RewardLoadError(RewardError):
-    """`use` does not lead to a function."""
 
 
 class RewardFailed(RewardError):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, PlainSerializer, model_validator
 
+from cluster.errors import WrongInput
 from rewards.base import ADAPTER
 
 # Secrets among the arguments of a data source or a reward: used, never shown or stored.
@@ -37,10 +38,6 @@ _SECRET_TEXT = re.compile(
 )
 
 
-class SecretError(ValueError):
-    """An argument whose secret is not there; one sentence."""
-
-
 def masked(args: Any) -> Any:
     """The arguments as they may be shown."""
     return _mapped(args, lambda value, secret: _hidden(value) if secret else scrubbed(value), False)
@@ -58,12 +55,12 @@ def scrubbed(value: Any, args: Any = None) -> Any:
 def resolved(args: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The arguments with each `env:NAME` replaced by the variable. `key`: what messages call them.
 
-    Raises SecretError where the variable is not set, or a mask stands in the secret's place.
+    Raises WrongInput where the variable is not set, or a mask stands in the secret's place.
     """
 
     def value_of(value: Any, secret: bool) -> Any:
         if isinstance(value, str) and _MASKED.fullmatch(value):
-            raise SecretError(
+            raise WrongInput(
                 f"{key}: {MASK} is what stored configurations show in place of a secret; give it again, best by the "
                 "name of an environment variable, env:NAME"
             )
@@ -71,7 +68,7 @@ def resolved(args: Mapping[str, Any], key: str) -> dict[str, Any]:
         if reference is None:
             return value
         if reference[1] not in os.environ:
-            raise SecretError(f"{key}: {value} names an environment variable that is not set; export {reference[1]}")
+            raise WrongInput(f"{key}: {value} names an environment variable that is not set; export {reference[1]}")
         return os.environ[reference[1]]
 
     found: dict[str, Any] = _mapped(args, value_of, False)

@@ -30,11 +30,12 @@ from urllib.request import getproxies, proxy_bypass
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from cluster.actor import within
+from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.reading import Unreadable, json_value, lines
 from rewards.base import RewardError
 from rewards.call import Group, Status, Verdict, failed
-from rewards.config import RewardConfig, SecretError, resolved, scrubbed
+from rewards.config import RewardConfig, resolved, scrubbed
 from rewards.text import column_of, text_of
 
 # The proxy that requests to a judge take: that of the environment, as for every client, but none to this machine.
@@ -193,7 +194,7 @@ def settings_of(args: dict[str, Any], label: str) -> tuple[JudgeSettings, dict[s
     try:
         filled = resolved(args, label)
         return JudgeSettings.model_validate(filled), filled
-    except SecretError as error:
+    except WrongInput as error:
         raise RewardError(str(error)) from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]

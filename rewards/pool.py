@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from cluster.errors import WrongInput
 from rewards import limits
 from rewards.base import JUDGE, RewardError, RewardFailed
 from rewards.call import Group, Status, Verdict
-from rewards.config import RewardConfig, SecretError, resolved, resolved_names
+from rewards.config import RewardConfig, resolved, resolved_names
 from rewards.environment import values_of
 from rewards.logged import by_row
 from rewards.slot import Asked, Call, Slot
@@ -372,7 +373,7 @@ def _joined(sentences: Iterable[str]) -> str | None:
 def _arguments(reward: RewardConfig, name: str) -> dict[str, Any]:
     try:
         return resolved(reward.args, f"reward {name!r}: args")
-    except SecretError as error:
+    except WrongInput as error:
         raise RewardError(str(error)) from None
 
 

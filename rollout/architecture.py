@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.errors import WrongInput
+
 # Names that vLLM and transformers share. In a model with experts only these layers are adapted: vLLM has no LoRA for
 # experts on a CPU, and PEFT gives their fused gate and up projection twice the rank of the others.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -14,10 +16,6 @@ NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (conf
 STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "linear_attn", "lru_")  # starts of settings of layers with a state
 STATES_ON_CPU = ("nemotron_h",)  # whose layers with a state vLLM has kernels of for a CPU: Mamba-2's
 TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
-
-
-class ArchitectureError(ValueError):
-    """A model that cannot be trained here; the message says why, and what to do."""
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,7 +31,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> None:
-    """Raises ArchitectureError if a model with this config.json cannot be trained here.
+    """Raises WrongInput if a model with this config.json cannot be trained here.
 
     Args:
         lora: an adapter is trained; else the whole model.
@@ -48,28 +46,28 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
     }
     for what, is_so in wrong.items():
         if is_so:
-            raise ArchitectureError(
+            raise WrongInput(
                 f"model.path: must be a causal language model of text alone, and {path} (model_type {kind}) {what}; "
                 "give the text-only model of that family, or another (docs/models.md)"
             )
     if kind in TRANSPOSED:
         why = "which vLLM serves without LoRA" if lora else "whose weights vLLM holds transposed: unreadable for proofs"
-        raise ArchitectureError(
+        raise WrongInput(
             f"model.path: must have nn.Linear layers, and those of {path} (model_type {kind}) are Conv1D, {why}; give "
             "another architecture (docs/models.md)"
         )
     if not lora and has_experts(config):
-        raise ArchitectureError(
+        raise WrongInput(
             f"learner.mode: full is not for models with experts ({path}, model_type {kind}): the learner holds them "
             "fused and vLLM loads them one by one, under other names; set learner.mode=lora"
         )
 
 
 def check_unquantised(config: Mapping[str, Any], path: str) -> None:
-    """Raises ArchitectureError if the weights in the model's files are not numbers of 16 or 32 bits."""
+    """Raises WrongInput if the weights in the model's files are not numbers of 16 or 32 bits."""
     if found := config.get("quantization_config"):
         method = found.get("quant_method", "another type") if isinstance(found, Mapping) else found
-        raise ArchitectureError(
+        raise WrongInput(
             f"model.path: must be trained from weights of 16 or 32 bits, and those of {path} are quantised ({method}); "
             "give the model that it was made from, with model.base=nf4 for 4 bits"
         )
@@ -86,10 +84,10 @@ def has_states(config: Mapping[str, Any]) -> bool:
 
 
 def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
-    """Raises ArchitectureError if a CPU does not generate with the model: vLLM lacks kernels there of most layers with
+    """Raises WrongInput if a CPU does not generate with the model: vLLM lacks kernels there of most layers with
     a state."""
     if has_states(config) and text_of(config).get("model_type") not in STATES_ON_CPU:
-        raise ArchitectureError(
+        raise WrongInput(
             f"model.path: {path} (model_type {config.get('model_type')}) has layers that carry a state along (Mamba, "
             "linear attention, convolutions), with which vLLM generates on a card alone, but for "
             f"{', '.join(STATES_ON_CPU)}; give another model, or a card (cluster.gpus.generator; docs/models.md)"
@@ -97,17 +95,17 @@ def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
 
 
 def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
-    """Raises ArchitectureError if vLLM does not compute the model in this type."""
+    """Raises WrongInput if vLLM does not compute the model in this type."""
     kind = config.get("model_type")
     if dtype == "float16" and kind in NO_FLOAT16:
-        raise ArchitectureError(
+        raise WrongInput(
             f"model.dtype: must be bfloat16 or float32 for {path} (model_type {kind}), whose values leave float16's "
             "range, got float16; on a card without bfloat16 set float32, or give another model"
         )
 
 
 def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
-    """Raises ArchitectureError if the model cannot be spread evenly over so many processes, whole heads in each."""
+    """Raises WrongInput if the model cannot be spread evenly over so many processes, whole heads in each."""
     text = text_of(config)
     heads = text.get("num_attention_heads") or text.get("n_head")
     counts = {
@@ -119,14 +117,14 @@ def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
     uneven = {name: count for name, count in counts.items() if isinstance(count, int) and count % shards}
     if uneven:
         told = ", ".join(f"{count} {name}" for name, count in uneven.items())
-        raise ArchitectureError(
+        raise WrongInput(
             f"cluster.tensor_parallel: a generator of {shards} processes (cluster.gpus.generator) must divide the "
             f"model's parts evenly, and {path} has {told}; take a number that divides them"
         )
 
 
 def check_length(config: Mapping[str, Any], path: str, tokens: int) -> None:
-    """Raises ArchitectureError if sampler and learner would rotate positions by different factors.
+    """Raises WrongInput if sampler and learner would rotate positions by different factors.
 
     longrope has two sets of factors: beyond original_max_position_embeddings vLLM takes the long ones for every request
     of an engine, transformers for the long rows alone.
@@ -141,7 +139,7 @@ def check_length(config: Mapping[str, Any], path: str, tokens: int) -> None:
         return
     original = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     if original is not None and tokens > original:
-        raise ArchitectureError(
+        raise WrongInput(
             f"rollout: max_prompt_length + max_completion_length must be at most {original} for {path}, whose longrope "
             f"takes other factors beyond (original_max_position_embeddings), and not in sampler and learner alike; got "
             f"{tokens}; lower one of them"

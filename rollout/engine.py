@@ -21,24 +21,8 @@ class EngineDied(EngineError):
     """The engine stopped on an internal error; pending and later calls all fail with it. Restart the worker."""
 
 
-class EngineClosed(EngineError):
-    """The call came after close(), or close() came before the call finished."""
-
-
-class EngineEnvError(EngineError):
-    """The process environment is not the one that rollout.vllm.environment.required_env asks for."""
-
-
-class EngineAsleep(EngineError):
-    """generate, probe or a new policy between sleep() and wake()."""
-
-
 class NoAdapter(EngineError):
     """generate or probe before the first load_adapter."""
-
-
-class AdapterRefused(EngineError):
-    """The adapter is intact but cannot be used: stale version, other modules than before, or a rank above the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +127,7 @@ class Engine(Protocol):
         """sampling.n completions of prompt_ids [P], under the newest adapter at the time of the call; with in_flight
         "continue", under newer ones from the moment that they are loaded.
 
-        Raises ValueError for a prompt that cannot be served, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
+        Raises ValueError for a prompt that cannot be served, NoAdapter, EngineError, EngineDied.
         """
         ...
 
@@ -151,7 +135,7 @@ class Engine(Protocol):
         """Makes the adapter the newest; returns the digest of the bytes that were loaded.
 
         Calls that began before go on as EngineSettings.in_flight says. Loading the newest version again is a no-op.
-        Raises AdapterCorrupt, AdapterRefused, EngineAsleep, EngineDied, EngineClosed.
+        Raises AdapterCorrupt, EngineError, EngineDied.
         """
         ...
 
@@ -159,49 +143,49 @@ class Engine(Protocol):
         """Replaces the weights that are named; returns the digest of the bytes that were loaded.
 
         One engine holds one version: with in_flight "finish" it waits until the calls that began before are done, and
-        lets later ones wait. Loading the newest version again is a no-op. Raises AdapterCorrupt, AdapterRefused (also
-        if the engine was started for adapters), EngineAsleep, EngineDied, EngineClosed.
+        lets later ones wait. Loading the newest version again is a no-op. Raises AdapterCorrupt, EngineError (also
+        if the engine was started for adapters), EngineError, EngineDied.
         """
         ...
 
     async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """[len - 1] float32, nats: logprob of token i+1 given tokens <= i, newest adapter, temperature 1.
 
-        Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineAsleep, EngineDied, EngineClosed.
+        Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineError, EngineDied.
         """
         ...
 
     async def held(self) -> Held:
         """The newest policy, read back from the tensors that the engine computes with, not from what it was sent.
 
-        Raises NoAdapter, EngineAsleep, EngineDied, EngineClosed.
+        Raises NoAdapter, EngineError, EngineDied.
         """
         ...
 
     async def peak_memory(self) -> float:
         """Most bytes of its process since its start, on CUDA of the allocator. Of several processes: on CUDA of the one
-        that had most, which is a card's; on a CPU of all together. Raises EngineDied, EngineClosed.
+        that had most, which is a card's; on a CPU of all together. Raises EngineDied, EngineError.
         """
         ...
 
     async def share_base(self) -> Manifest:
         """How another process maps the base's weights; for one process, so each wants its own.
 
-        Raises EngineError if the engine was not started with shares_base, EngineDied, EngineClosed.
+        Raises EngineError if the engine was not started with shares_base, EngineDied, EngineError.
         """
         ...
 
     async def sleep(self) -> None:
         """Frees the device memory (weights wait in host memory, the KV cache is forgotten) until wake(). Idempotent.
 
-        Raises EngineError while calls run or if the engine was not started with sleeps, EngineDied, EngineClosed.
+        Raises EngineError while calls run or if the engine was not started with sleeps, EngineDied, EngineError.
         """
         ...
 
     async def wake(self) -> None:
-        """Ends sleep(): the newest policy is in force again. Idempotent. Raises EngineDied, EngineClosed."""
+        """Ends sleep(): the newest policy is in force again. Idempotent. Raises EngineDied, EngineError."""
         ...
 
     async def close(self) -> None:
-        """Stops the engine; calls still running fail with EngineClosed. Idempotent."""
+        """Stops the engine; calls still running fail with EngineError. Idempotent."""
         ...

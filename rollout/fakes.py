@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
 from rollout.delivery import Answer, Receipt
-from rollout.engine import Engine, EngineAsleep, EngineClosed, NoAdapter
+from rollout.engine import Engine, NoAdapter
 from rollout.schema import Origin, Problem, build_group, facts_of
 from rollout.scorer import side_by_side
 from rollout.service import RolloutService
@@ -173,12 +173,12 @@ class FakeEngine:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise EngineClosed("the engine was closed")
+            raise EngineError("the engine was closed")
 
     def _require_awake(self) -> None:
         self._require_open()
         if self._asleep:
-            raise EngineAsleep("the engine is asleep; await wake() first")
+            raise EngineError("the engine is asleep; await wake() first")
 
     def _newest(self) -> int:
         self._require_awake()

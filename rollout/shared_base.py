@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from rollout.types import BaseNotShared, Manifest
+from cluster.errors import WrongInput
+from rollout.types import Manifest
 from rollout.weights import as_bytes
 
 # Digests of a base model's memory that a card computes as well as a CPU: sums of integers, exact in any order.
@@ -86,7 +87,7 @@ def _rounded(size: int) -> int:
 def map_file(manifest: Manifest) -> dict[str, Tensor]:
     """Each piece as a read-only tensor [elements].
 
-    Raises BaseNotShared if the owner or its file is gone, or may not be opened.
+    Raises WrongInput if the owner or its file is gone, or may not be opened.
     """
     files: dict[str, Tensor] = {}
     found = {}
@@ -109,7 +110,7 @@ def _map(path: str) -> Tensor:
         with open(path, "rb") as file:
             view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
     except OSError as error:
-        raise BaseNotShared(
+        raise WrongInput(
             f"memory.base: shared: the generator's base cannot be mapped ({path}: {error}); both processes must run in "
             "one container, as one user; or set memory.base=own"
         ) from error
@@ -128,11 +129,11 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Name -> handle. To be made anew for each process that opens them: torch counts one consumer for each.
 
-    Raises BaseNotShared with expandable segments, whose handles go through pidfd_getfd, which containers forbid.
+    Raises WrongInput with expandable segments, whose handles go through pidfd_getfd, which containers forbid.
     """
     wrong = [f"{name}={os.environ[name]}" for name in _SETTINGS if "expandable_segments:true" in _setting(name)]
     if wrong:
-        raise BaseNotShared(
+        raise WrongInput(
             f"memory.base: shared needs a generator without expandable segments, got {', '.join(wrong)}; leave that out"
         )
     torch.cuda.synchronize()  # what is being written must be there before another process reads it

@@ -15,6 +15,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from cluster.errors import WrongInput
+
 # Seeds of what is sampled: the same for the same place in a run, whoever samples it and when.
 
 
@@ -31,15 +33,11 @@ def group_seed(run_seed: int, position: int, attempt: int) -> int:
 # What ends a completion beside its length: end tokens and stop strings.
 
 
-class StopError(ValueError):
-    """A stop string that could never end a completion."""
-
-
 def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Stop strings -> the ids of those that are a special token of the tokenizer, and the other strings.
 
     Strings are looked for in the text that reward functions are given, which has no special tokens, so such a string
-    ends completions by its id. Raises StopError for one that has a special token among other text.
+    ends completions by its id. Raises WrongInput for one that has a special token among other text.
     """
     special = {token.content: int(id_) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = tuple(special[text] for text in strings if text in special)
@@ -47,7 +45,7 @@ def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tupl
     for text in others:
         inside = next((token for token in special if token in text), None)
         if inside is not None:
-            raise StopError(
+            raise WrongInput(
                 f"rollout.stop: {text!r} must not mix the special token {inside!r} with other text, since it is looked "
                 f"for in text without special tokens; give {inside!r} alone, or a string without it"
             )
@@ -351,7 +349,3 @@ class Manifest:
     views: dict[str, View]
     refused: dict[str, str]
     quantised: dict[str, Quantised]
-
-
-class BaseNotShared(ValueError):
-    """The base cannot be shared, or is not what it was; the message names the tensor and the setting."""

@@ -77,13 +77,14 @@ def refused_by_config(kind: str) -> tuple[str, ...]:
     """A row of the table for a model that its config.json alone refuses."""
     import transformers
 
-    from rollout.architecture import ArchitectureError, check_architecture
+    from cluster.errors import WrongInput
+    from rollout.architecture import check_architecture
 
     hf: Any = transformers
     config = hf.AutoConfig.for_model(kind).to_dict() | {"architectures": [BY_CONFIG[kind]]}
     try:
         check_architecture(config, "/it", lora=True)
-    except ArchitectureError as error:
+    except WrongInput as error:
         return kind, "refused", _plain(str(error), Path("/it")), "", ""
     raise AssertionError(f"{kind} is no longer refused: give it a row of its own")
 

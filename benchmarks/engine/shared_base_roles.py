@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.errors import WrongInput
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig, LoraConfig
 from learner.model.logprob import policy_logprobs
@@ -30,7 +31,7 @@ from learner.model.policy import Policy
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import Trainer
 from rollout.engine import EngineSettings
-from rollout.types import BaseNotShared, Manifest, Sampling
+from rollout.types import Manifest, Sampling
 
 PROMPT, COMPLETION, GROUP = 64, 64, 8
 KV_CACHE = 64 * 2**20
@@ -114,7 +115,7 @@ def _equal(folder: Path, dtype: Any) -> dict[str, Any]:
         mapped.check()
         found |= {"logprobs": torch.equal(ours[0], own[0]), "gradients": all(map(torch.equal, ours[1:], own[1:]))}
         found["compared"] = len(own) - 1
-    except BaseNotShared as error:
+    except WrongInput as error:
         found["refused"] = str(error)
     asyncio.run(engine.close())
     print(folder.name, found, file=sys.stderr, flush=True)

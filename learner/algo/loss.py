@@ -30,10 +30,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cluster.errors import WrongInput
 from learner.algo.advantage import is_noise
 from learner.algo.surrogates import SURROGATES, LossConfig, Objective
 from learner.batch.micro_batch import MicroBatch
-from rewards.base import RewardLoadError, said
+from rewards.base import RewardError, said
 from rewards.loader import load
 
 # The completion tokens of a micro-batch, as a surrogate objective sees them. Letters: N and C as in learner.batch.
@@ -112,20 +113,16 @@ def log_ratio_of(logprobs: Float[Tensor, " N"], behavior: Float[Tensor, " N"]) -
 KEY = "learner.loss.ratio"
 
 
-class SurrogateError(ValueError):
-    """A user's surrogate that cannot be trained with; the text is one line."""
-
-
 @cache
 def function_of(ratio: str) -> Callable[..., Objective]:
     """The function that learner.loss.ratio names: of SURROGATES, or `path/file.py:function` or
-    `package.module:function`, which this process then imports. Raises SurrogateError if that leads to no function."""
+    `package.module:function`, which this process then imports. Raises WrongInput if that leads to no function."""
     if ratio in SURROGATES:
         return SURROGATES[ratio].function
     try:
         return cast(Callable[..., Objective], load(ratio))
-    except RewardLoadError as error:
-        raise SurrogateError(f"{KEY}: {error}") from error
+    except RewardError as error:
+        raise WrongInput(f"{KEY}: {error}") from error
 
 
 def objective_of(tokens: Tokens, config: LossConfig) -> Objective:
@@ -136,7 +133,7 @@ def objective_of(tokens: Tokens, config: LossConfig) -> Objective:
 def try_surrogate(config: LossConfig) -> None:
     """Calls it on six tokens of three completions, forward and backward.
 
-    Raises SurrogateError, one line: it does not load, does not take a setting that is given, raises, or returns
+    Raises WrongInput, one line: it does not load, does not take a setting that is given, raises, or returns
     something else than a finite objective with a finite gradient and a bool of each token.
     """
     function = function_of(config.ratio)
@@ -144,7 +141,7 @@ def try_surrogate(config: LossConfig) -> None:
     named = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
     for name, value in config.bounds.items():
         if name not in takes and not named:
-            raise SurrogateError(
+            raise WrongInput(
                 f"learner.loss.{name}: {config.ratio} has no parameter {name}; add it to the function, or leave it out "
                 f"(got {value})"
             )
@@ -153,9 +150,9 @@ def try_surrogate(config: LossConfig) -> None:
         wrong = _wrong_with(function(tokens, **config.bounds), tokens)
     except Exception as error:
         text = f"{type(error).__name__}: {said(error)}{_line_of(error, function)}"
-        raise SurrogateError(f"{KEY}: {config.ratio} raised {text}") from error
+        raise WrongInput(f"{KEY}: {config.ratio} raised {text}") from error
     if wrong:
-        raise SurrogateError(f"{KEY}: {config.ratio} {wrong}; docs/losses.md shows one that works")
+        raise WrongInput(f"{KEY}: {config.ratio} {wrong}; docs/losses.md shows one that works")
 
 
 def _line_of(error: Exception, function: Callable[..., Objective]) -> str:

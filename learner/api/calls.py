@@ -197,12 +197,12 @@ def train(
 
 def _placed(config: "RunConfig") -> Path:
     """The run folder. Raises InputError if it cannot be written."""
-    from learner.driver.failure import PreflightError
+    from cluster.errors import WrongInput
     from learner.driver.preflight import place_output
 
     try:
         return place_output(config).run_dir
-    except PreflightError as error:
+    except WrongInput as error:
         raise InputError(str(error)) from None
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from cluster.errors import WrongInput
 from cluster.files import Digest, digest_of, digests_in, fsync, writing
 from cluster.reading import Unreadable, read_mapping
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
@@ -32,10 +33,6 @@ TEMPORARY = ".tmp-"
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class CheckpointError(RuntimeError):
-    """No checkpoint can be had as asked for; the message says what was found and what to do."""
 
 
 Count = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
@@ -75,7 +72,7 @@ async def commit(
     """Write a checkpoint: `async with commit(root, step, keep) as folder: save into folder`.
 
     `written`, which may be filled until the block ends, is what another process says it wrote, by path in the folder:
-    where this process finds something else there, CheckpointError is raised and nothing is committed.
+    where this process finds something else there, WrongInput is raised and nothing is committed.
 
     The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
     all but the `keep` newest whole ones, and that of the step `spared`, are deleted.
@@ -150,7 +147,7 @@ def step_of(folder: Path) -> int:
     """The step in a checkpoint folder's name: step-000012 -> 12."""
     match = re.fullmatch(r"step-(\d{6,})", folder.name)
     if not match:
-        raise CheckpointError(
+        raise WrongInput(
             f"resume: a checkpoint's folder must be named like {name_of(12)}, got {folder}; "
             "give one of those in the run's checkpoints/"
         )
@@ -203,17 +200,17 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
     if resume == "auto":
         found, skipped = newest(root)
         if skipped and found is None:
-            raise CheckpointError(_none_whole(root, skipped))
+            raise WrongInput(_none_whole(root, skipped))
         return found, skipped
     try:
         asked = Path(resume).expanduser().absolute()
     except RuntimeError as error:  # a user without a home folder
-        raise CheckpointError(
+        raise WrongInput(
             f"resume: must be auto, none or the folder of a checkpoint, got {resume!r} ({error}); write its path out"
         ) from None
     if not asked.is_dir():
         there = ", ".join(folder.name for folder in listing(asked.parent)) or "none"
-        raise CheckpointError(
+        raise WrongInput(
             f"resume: must be auto, none or the folder of a checkpoint, got {resume!r}, which is not there; "
             f"checkpoints in {asked.parent}: {there}"
         )
@@ -223,7 +220,7 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
     found, skipped = newest(asked.parent, before=step)
     skipped.insert(0, f"{asked.name}: {reason}")
     if found is None:
-        raise CheckpointError(_none_whole(asked.parent, skipped))
+        raise WrongInput(_none_whole(asked.parent, skipped))
     return found, skipped
 
 
@@ -240,7 +237,7 @@ def listing(root: Path) -> list[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """state.json of a checkpoint, which says where its run was. Raises CheckpointError."""
+    """state.json of a checkpoint, which says where its run was. Raises WrongInput."""
     file = folder / STATE
     try:
         return State.model_validate(read_mapping(file))
@@ -250,7 +247,7 @@ def read_state(folder: Path) -> State:
             said = f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         else:
             said = str(error)
-        raise CheckpointError(
+        raise WrongInput(
             f"resume: the state of a checkpoint must be as gleaner writes it: {said}; give the folder of another "
             "checkpoint, or this run another name="
         ) from None
@@ -285,12 +282,12 @@ def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
 
 
 def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Digest]) -> None:
-    """Raises CheckpointError unless what the learner wrote is what this process finds."""
+    """Raises WrongInput unless what the learner wrote is what this process finds."""
     differing = [name for name, digest in written.items() if found.get(name) != digest]
     if differing:
         name = differing[0]
         here = f"has {found[name]['bytes']} bytes of other content" if name in found else "is not there"
-        raise CheckpointError(
+        raise WrongInput(
             "output_dir: must be a folder that the learner's node and the driver's share; of what the learner wrote in "
             f"{folder.parent} the driver finds {len(differing)} of {len(written)} files missing or different (first: "
             f"{name}, {written[name]['bytes']} bytes, {here}); no checkpoint was made. Put output_dir on a shared file "

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from cluster.actor import Actor
+from cluster.errors import WrongInput
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver.identity import base_name, same_base
 from learner.driver.metrics import env_metrics, logged_means, reward_means
-from learner.model.adapter_config import AdapterError, read_scored
+from learner.model.adapter_config import read_scored
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of, functions_of, resolved_names
 from rollout.data.hub import CONFIG, read_json
@@ -299,7 +300,7 @@ class RewardModels:
 
 
 def check_scored_adapters(config: RunConfig) -> None:
-    """Reward models, and the one that a value starts from. Raises AdapterError or WeightsError: one is not of the base,
+    """Reward models, and the one that a value starts from. Raises WrongInput or WrongInput: one is not of the base,
     has no scalar head, or is damaged."""
     named = [(f"rewards: {model.name}", str(model.adapter)) for model in adapters_of(config.rewards)]
     if config.learner.value.start is not None:
@@ -309,7 +310,7 @@ def check_scored_adapters(config: RunConfig) -> None:
         content = read_scored(folder, key)
         base = content.get("base_model_name_or_path")
         if base and not same_base(str(base), config.model.path):
-            raise AdapterError(
+            raise WrongInput(
                 f"{key}: base_model_name_or_path of {folder} must be model.path, {config.model.path}, got "
                 f"{base_name(str(base))}: on another base its scores mean nothing; train it on this one, or write "
                 "model.path there if it is the same"

@@ -18,6 +18,7 @@ from cluster.actor import (
     T,
     within,
 )
+from cluster.errors import WrongInput
 from cluster.files import FULL, WriteFailed, lacks
 from cluster.telemetry import FolderGone
 from learner.trainer.service import TrainerService
@@ -28,29 +29,24 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
-class PreflightError(ValueError):
-    """Inputs of the run are wrong; the text has one line per mistake."""
-
-
 class Findings:
-    """Collects the errors of the kinds that say what is wrong with an input; any other goes its way."""
+    """Collects what is wrong with inputs; any other error goes its way."""
 
-    def __init__(self, kinds: tuple[type[Exception], ...]) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
-        self._kinds = kinds
 
     def of(self, check: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found | None:
         """What a check returns; None where it found something wrong."""
         try:
             return check(*args, **kwargs)
-        except self._kinds as error:
+        except WrongInput as error:
             self.lines += [line for line in str(error).splitlines() if line not in self.lines]
             return None
 
     def finish(self) -> None:
-        """Raises PreflightError if anything was found."""
+        """Raises WrongInput if anything was found."""
         if self.lines:
-            raise PreflightError("\n".join(self.lines))
+            raise WrongInput("\n".join(self.lines))
 
 
 # The learner as the loop sees it: every call is watched, and a failure says that it was the learner's.

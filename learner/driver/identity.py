@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.errors import WrongInput
 from cluster.files import digest_of
 from cluster.reading import Unreadable, printable, read_mapping, read_text
 from learner.config import RunConfig
@@ -267,23 +268,19 @@ FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio")
 SHOWN = 40  # letters of a value in a sentence
 
 
-class ResumeError(ValueError):
-    """The checkpoint is not one of this run; the message names what differs."""
-
-
 def check_allowed(config: RunConfig) -> None:
-    """Raises ResumeError if resume_allow_changed names what does not exist, or what cannot change."""
+    """Raises WrongInput if resume_allow_changed names what does not exist, or what cannot change."""
     known = [*CONTENTS, *_deciding(config, by_content=False)]
     for key in config.resume_allow_changed:
         if _within(key, FIXED):
-            raise ResumeError(
+            raise WrongInput(
                 f"resume_allow_changed: {key} cannot change, since a checkpoint's weights and optimizer are made for "
                 "it; leave it out, and start another run with name= and model.adapter="
             )
         if not any(_within(one, [key]) for one in known):
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help for the settings"
-            raise ResumeError(
+            raise WrongInput(
                 "resume_allow_changed: must name data, rewards, loss, base or env (their content), or a setting that "
                 f"decides a run's numbers, such as learner.learning_rate; got {key}; {hint}"
             )
@@ -295,7 +292,7 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
     Returns what is different and allowed to be, in words; empty if it is the same run.
 
     Raises:
-        ResumeError: anything else differs; all of it is named, settings with both values.
+        WrongInput: anything else differs; all of it is named, settings with both values.
     """
     then, recorded = _read(folder)
     now, before = (_deciding(one, by_content=recorded is not None) for one in (config, then))
@@ -312,7 +309,7 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
     if refused:
         listed = ", ".join(key for key in refused if not _within(key, fixed))
         last = f", or allow it: resume_allow_changed=[{listed}]" if listed else ""
-        raise ResumeError(
+        raise WrongInput(
             f"resume: {folder} was made with another {', '.join(changes[key] for key in refused)}; give the same "
             f"again, or this run another name= (and {_from(folder.parents[1])} to start from what was learned){last}"
         )
@@ -326,16 +323,16 @@ def _from(run_dir: Path) -> str:
 
 
 def config_of(folder: Path) -> RunConfig:
-    """The settings that a checkpoint was made with. Raises ResumeError."""
+    """The settings that a checkpoint was made with. Raises WrongInput."""
     try:
         return RunConfig.model_validate_json(read_text(folder / "config.json"))
     except ValidationError as error:
-        raise ResumeError(
+        raise WrongInput(
             f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
             f"({error.errors()[0]['msg']}); give this run another name="
         ) from None
     except (Unreadable, FileNotFoundError) as error:
-        raise ResumeError(_unreadable(error)) from None
+        raise WrongInput(_unreadable(error)) from None
 
 
 def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
@@ -346,7 +343,7 @@ def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
     except FileNotFoundError:
         return then, None
     except Unreadable as error:
-        raise ResumeError(_unreadable(error)) from None
+        raise WrongInput(_unreadable(error)) from None
 
 
 def _unreadable(error: Exception) -> str:

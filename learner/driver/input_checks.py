@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 from cluster import confinement, own_path
 from cluster.child import Program, nameless, tied, written
+from cluster.errors import WrongInput
 from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.config.settings import LoraConfig
 from learner.driver.evaluate import accuracy_reward
-from learner.driver.failure import Findings, PreflightError
+from learner.driver.failure import Findings
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
-from learner.model.adapter_config import NOTE, AdapterError, check_reference, follow, read_adapter, read_content, served
+from learner.model.adapter_config import NOTE, check_reference, follow, read_adapter, read_content, served
 from rewards.base import RewardError
 from rewards.built_in.format import TAGS
 from rewards.built_in.unit_tests import late
@@ -34,7 +35,6 @@ from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.files import Row
 from rollout.data.hub import CONFIG, ChatError, read_json, template_in
 from rollout.data.observation import TemplateRefuses, check, hidden_tools, loses
-from rollout.data.weight_files import WeightsError
 from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 from rollout.env.config import ENVIRONMENT
 from rollout.env.play import opened
@@ -67,11 +67,11 @@ class Trial:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Waits for the verdict, and passes notes on to the log. Raises PreflightError with one line for each thing
+        """Waits for the verdict, and passes notes on to the log. Raises WrongInput with one line for each thing
         that is wrong."""
         if not self._program.within(max(self._deadline - (time.monotonic() - self._begin), 0.1)):
             self.close()
-            raise PreflightError(
+            raise WrongInput(
                 f"{self._key}: {self._module} did not come to an end within {self._deadline:g} s "
                 f"(cluster.deadlines.start); give another {self._what}, or a longer deadline"
             )
@@ -80,12 +80,12 @@ class Trial:
             wrong = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
             last = next(reversed(err.strip().splitlines()), f"exit code {self._program.code()}")
-            raise PreflightError(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
+            raise WrongInput(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
         for line in err.splitlines():  # where libraries write, too
             if line.startswith(NOTE):
                 log.warning(line.removeprefix(NOTE))
         if wrong:
-            raise PreflightError("\n".join(" ".join(line.split()) for line in wrong))
+            raise WrongInput("\n".join(" ".join(line.split()) for line in wrong))
 
     def close(self) -> None:
         """Ends it, whatever it does, and what it has started; may be called after finish()."""
@@ -160,7 +160,7 @@ def check_accuracy(config: RunConfig) -> None:
     try:
         accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
     except ValueError as error:
-        raise PreflightError(str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 def check_loss(config: RunConfig) -> None:
@@ -170,7 +170,7 @@ def check_loss(config: RunConfig) -> None:
 
 
 def check_grammar(config: RunConfig) -> None:
-    """Whether rollout.structured_outputs can be compiled for the model. Raises PreflightError."""
+    """Whether rollout.structured_outputs can be compiled for the model. Raises WrongInput."""
     if config.rollout.structured_outputs.form:
         tried(GRAMMAR, config, "rollout.structured_outputs", "form")
 
@@ -197,14 +197,14 @@ def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
 
 def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
     """Each function once, in a worker process like those of the run. Lines about those that work. Raises RewardError,
-    PreflightError."""
+    WrongInput."""
     functions = functions_of(config.rewards)
     if not functions:
         return ()
     for i, reward in enumerate(config.rewards):
         size = config.rollout.num_generations
         if reward.use == "unit_tests" and (wrong := late(reward.args, size, reward.timeout_s)):
-            raise PreflightError(f"rewards.{i}.{wrong}")
+            raise WrongInput(f"rewards.{i}.{wrong}")
     return try_rewards(functions, group, config.rollout.reward_memory).notes
 
 
@@ -266,14 +266,14 @@ class Tried(NamedTuple):
 
 def check_environment_column(config: RunConfig, rows: Iterable[Row]) -> None:
     """Where the data names an environment class for each problem (trl_environment), whether there is that class. Raises
-    PreflightError."""
+    WrongInput."""
     factories = config.env.args.get("factory")
     if config.env.use != "trl_environment" or not isinstance(factories, Mapping):
         return
     for number, row in enumerate(rows):
         name = row.get(ENVIRONMENT)
         if not isinstance(name, str) or name not in factories:
-            raise PreflightError(
+            raise WrongInput(
                 f"env.args.factory: must have what the column `{ENVIRONMENT}` of each row names, and training row "
                 f"{number} names {name!r:.80}; it has {', '.join(map(str, factories))}; add that, or correct the row"
             )
@@ -283,22 +283,22 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
     """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
     template and the parser of tool calls.
 
-    Raises PreflightError, or what rollout.env.process.spec_of raises.
+    Raises WrongInput, or what rollout.env.process.spec_of raises.
     """
     if config.env.use is None:
         return Tried()
     if not chat.has_template:
-        raise PreflightError(
+        raise WrongInput(
             "env.use: an environment needs a model with a chat template, which says how its answers are written; "
             f"{config.model.path} has none; give an instruct model, or leave env out"
         )
     try:
         start = asyncio.run(_begun(config, problem))
     except EnvironmentFault as fault:
-        raise PreflightError(f"env.use: {config.env.use}: {fault.sentence}") from None
+        raise WrongInput(f"env.use: {config.env.use}: {fault.sentence}") from None
     length, tools = _lengths(chat, start, problem)
     if length > config.rollout.max_prompt_length >= len(problem.prompt_ids) + tools:  # else all problems are looked at
-        raise PreflightError(
+        raise WrongInput(
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
@@ -337,7 +337,7 @@ def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, i
 
 def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> None:
     if hidden := hidden_tools(chat.observations, tools):
-        raise PreflightError(
+        raise WrongInput(
             f"env.use: the model's chat template must write the tools into the prompt, and leaves out "
             f"{', '.join(hidden)}; give a model whose template knows tools"
         )
@@ -354,12 +354,12 @@ def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) ->
     for roles in [("tool",), ("tool", "tool")] if tools else [("user",)]:
         verdict, named = check(chat.observations, roles, tools), " and ".join(roles)
         if verdict.state == "refused" and len(roles) == 1:
-            raise PreflightError(
+            raise WrongInput(
                 f"env.use: the model's chat template must take an answer of role {named}, and {verdict.reason}; give a "
                 "model whose template does"
             )
         if verdict.state == "varies" and config.env.history == "refuse":
-            raise PreflightError(
+            raise WrongInput(
                 f"env.history: refuse, and the model's chat template writes answers of role {named} differently after "
                 f"different turns: {verdict.reason}; set append, or give another model"
             )
@@ -373,7 +373,7 @@ def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
     (rollout.env.play.ChatDialogue.past)."""
     role, written = "tool" if tools else "user", written_by(chat) if tools else []
     if wrong := loses(chat.observations, written[0].one if written else "A turn.", role, tools):
-        raise PreflightError(
+        raise WrongInput(
             f"env.history: template, and the model's chat template must write an answer of role {role} behind a turn "
             f"whose calls are text, and {wrong}; set append, or give another model"
         )
@@ -415,7 +415,7 @@ def load_chat(config: RunConfig) -> Chat:
 def _check_name(path: str) -> None:
     folder = Path(path).expanduser().absolute()
     if has_magic(str(folder)) and folder.is_dir():
-        raise PreflightError(
+        raise WrongInput(
             f"model.path: a folder's path must be without * ? and [, which vLLM takes for a pattern of file names, got "
             f"{folder}; rename it, or give a link to it that has another name"
         )
@@ -424,7 +424,7 @@ def _check_name(path: str) -> None:
 def _check_context(config: RunConfig, context: int | None) -> None:
     need = config.rollout.max_prompt_length + config.rollout.max_completion_length
     if context is not None and need > context:
-        raise PreflightError(
+        raise WrongInput(
             f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
             f"tokens, got {need}"
         )
@@ -434,7 +434,7 @@ def check_weights(config: RunConfig, *, followed: bool) -> None:
     """Whether the files of base and adapters are whole and hold what they must, of finite numbers. A hub model is
     looked for in the cache alone. followed: whether follow_adapter took adapters and reference; of one that it refused
     all is said."""
-    found, model = Findings((WeightsError, ChatError)), config.model
+    found, model = Findings(), config.model
     found.of(check_model, model.source)
     if model.reference is not None and config.learner.mode == "full" and followed:
         found.of(check_model, model.reference, "model.reference")
@@ -453,7 +453,7 @@ def adapters_in(config: RunConfig) -> list[tuple[str, str]]:
 
 def check_lora(folder: str, key: str, base: str | None) -> None:
     """Whether the file of a plain LoRA adapter is whole, and of the layers of this base, unless that is None. Raises
-    AdapterError, WeightsError, and ChatError: the base is not there."""
+    WrongInput, and ChatError: the base is not there."""
     sizes = None if base is None else sizes_of(read_json(base, CONFIG))
     check_adapter(folder, key, read_adapter(folder, key), sizes)
 
@@ -485,12 +485,12 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple[str, ...]:
     """Lines about an adapter that may be of another base, or was trained with another chat template. Raises
-    AdapterError: its base is here, and is another one; or its chat template cannot be read."""
+    WrongInput: its base is here, and is another one; or its chat template cannot be read."""
     if folder is None:
         return ()
     notes, base = [], str(read_content(folder, key).get("base_model_name_or_path") or model)
     if (same := same_base(base, model)) is False:
-        raise AdapterError(
+        raise WrongInput(
             f"{key}: base_model_name_or_path of {folder} is {base_name(base)}, whose weights are not those of "
             f"model.path, {model} (it would make another policy of it); give one of this base, or write model.path "
             "there if it is meant"
@@ -513,5 +513,5 @@ def _template_in(folder: Path, key: str) -> str | None:
     try:
         found = template_in(folder)
     except Unreadable as error:
-        raise AdapterError(f"{key}: {error}; copy it again, or take it away") from None
+        raise WrongInput(f"{key}: {error}; copy it again, or take it away") from None
     return None if found is None else found.strip()

@@ -27,13 +27,7 @@ from learner.algo.advantage import has_signal
 from learner.config import RunConfig
 from learner.driver.evaluate import HeldOut, RewardModels
 from learner.driver.failure import LearnerError, RunEnded, first_of, sentence_of
-from learner.driver.metrics import (
-    MismatchGuard,
-    RewardsFailing,
-    batch_metrics,
-    failing,
-    unscored,
-)
+from learner.driver.metrics import MismatchGuard, batch_metrics, failing, unscored
 from learner.driver.record import RunCheckpoints, StepMetrics, StepRecord
 from learner.trainer.service import TrainerService
 from rollout.data.problems import Cursor
@@ -44,10 +38,6 @@ from rollout.schema import group_position, ragged, rewards_of
 T = TypeVar("T")
 
 LOST_S = 8.0  # that a last checkpoint may take when Ray is about to end the processes
-
-
-class GuardStopped(RunEnded):
-    """The guard ended the run, after a checkpoint."""
 
 
 class Loop:
@@ -138,7 +128,7 @@ class Loop:
             if reason or self.schedule.saves(self.step) or self.held_out.spared == self.step:
                 await self._save()
             if reason:
-                raise GuardStopped(f"step {self.step}: {reason}")
+                raise RunEnded(f"step {self.step}: {reason}")
         await delivery
         if early := self.schedule.early_end(self.step) or self.held_out.ends():
             self.metrics.note(early)
@@ -224,7 +214,7 @@ class Updates:
         self._under_way: asyncio.Task[tuple[dict[str, float], Push] | None] | None = None
         self._passed: list[pa.Table] = []  # groups of batches without a reward, since the last update
         self._in_a_row, self._warned = 0, False
-        self._failing: RewardsFailing | None = None
+        self._failing: RunEnded | None = None
 
     async def begin(self, step: int) -> None:
         """The run goes on from that step; what later ones left is deleted, since those will be taken again."""
@@ -261,7 +251,7 @@ class Updates:
         """Whether batches were, since the last update."""
         return bool(self._passed)
 
-    def ends_with(self) -> RewardsFailing | None:
+    def ends_with(self) -> RunEnded | None:
         """What ends the run: reward functions failed on most completions of a batch, or MOST_UNSCORED batches in a row
         were passed over. Their problems count as consumed, so that a checkpoint which is written now lets the run go on
         behind them: the same batch would end it again."""
@@ -270,7 +260,7 @@ class Updates:
         if self._in_a_row < MOST_UNSCORED:
             return None
         completions = sum(map(len, self._passed))
-        return RewardsFailing(
+        return RunEnded(
             f"rewards: must score some completions: of {MOST_UNSCORED} batches in a row, {completions} completions, "
             "no reward function, reward model or environment scored any; the same command goes on behind these "
             "problems (to see them: gleaner rollouts show RUN). If the function is at fault, correct it and give "

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cluster import machine
+from cluster.errors import WrongInput
 from cluster.memory import cards as kinds
 from cluster.memory.plan import gib, host_bytes
 from cluster.memory.shape import total
-from cluster.placement import PlacementError, local_node, place
+from cluster.placement import local_node, place
 from cluster.ray_cluster import joins, store_bytes
 from cluster.ray_private import root
 from learner.config import RunConfig, roles
@@ -20,7 +21,7 @@ from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_
 from rewards.config import classifier_of
 from rollout.architecture import text_of
 from rollout.data.hub import read_json
-from rollout.data.weight_files import WeightsError, model_weights
+from rollout.data.weight_files import model_weights
 
 # Whether Ray's processes start on this machine, as far as its environment and network decide: where they do not, Ray
 # waits for a minute or for ever, and says that it is overloaded.
@@ -30,16 +31,16 @@ CONNECT_S = 5.0  # to this machine itself
 
 
 def check_startable(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises PlacementError."""
+    """Raises WrongInput."""
     for warnings in environ.get("PYTHONWARNINGS", "").split(","):
         action, *fields = (field.strip() for field in warnings.split(":"))
         if action and ERRORS.startswith(action) and not any(fields[2:3]):  # of all modules
-            raise PlacementError(
+            raise WrongInput(
                 f"PYTHONWARNINGS: must make no error of warnings, since Ray's processes warn as they start and would "
                 f"end, got {environ['PYTHONWARNINGS']!r}; unset it, or name a module of yours in it"
             )
     if (level := environ.get("PYTHONOPTIMIZE", "")).isdecimal() and int(level) > 1:
-        raise PlacementError(
+        raise WrongInput(
             f"PYTHONOPTIMIZE: must be at most 1, since Ray's processes need their docstrings, got {level}; unset it"
         )
     root()
@@ -51,7 +52,7 @@ def _check_loopback() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
     except OSError as error:
-        raise PlacementError(
+        raise WrongInput(
             f"cluster.address: local needs the loopback interface, by which the processes of a run talk, and 127.0.0.1 "
             f"does not answer ({error.strerror or error}); switch it on (ip link set lo up)"
         ) from None
@@ -63,12 +64,8 @@ DRIVERS = {12: 525, 13: 580}
 MUST_FIT = ("asleep", "offloaded", "paged", "policy", "passing")
 
 
-class MachineError(ValueError):
-    """This machine cannot run the configuration."""
-
-
 def check_placement(config: RunConfig, assumed: Cards | None) -> None:
-    """Room and cards for every role. Raises MachineError or PlacementError; a cluster that is joined is asked once we
+    """Room and cards for every role. Raises WrongInput or WrongInput; a cluster that is joined is asked once we
     are connected to it."""
     cpus = sum(role.cpus for role in roles(config))
     if assumed is not None:
@@ -87,28 +84,28 @@ def _check_cards(config: RunConfig) -> None:
         return
     driver = machine.card_driver_version()
     if driver is None:
-        raise MachineError(
+        raise WrongInput(
             f"cluster.gpus: the run needs {count} GPU, and no NVIDIA driver answers; install one "
             f"({'in Windows, for WSL2' if machine.is_wsl() else 'and see that nvidia-smi works'}), or set "
             "cluster.gpus.generator=0, cluster.gpus.learner=0 and cluster.rewards.gpus=0"
         )
     visible, there = machine.visible_cards(), len(machine.visible_cards({}))
     if len(visible) < count <= there:
-        raise MachineError(
+        raise WrongInput(
             f"CUDA_VISIBLE_DEVICES: shows {len(visible)} of {there} cards, and the run needs {count} GPU; name more, "
             "or lower cluster.gpus"
         )
     if wrong := driver_too_old(driver, torch_cuda()):
-        raise MachineError(wrong)
+        raise WrongInput(wrong)
     if config.cluster.gpus.learner > 0 and find_spec("liger_kernel") is None:
-        raise MachineError("liger-kernel: is not installed, and a learner on a card needs it; pip install -e '.[gpu]'")
+        raise WrongInput("liger-kernel: is not installed, and a learner on a card needs it; pip install -e '.[gpu]'")
     for card in visible[:count]:
         _check_card(config, card.capability, card.name)
 
 
 def _check_card(config: RunConfig, capability: tuple[int, int], name: str) -> None:
     if wrong := kinds.lacks(capability, dtype=config.model.dtype, kv_dtype=config.rollout.kv_cache_dtype):
-        raise MachineError(f"{wrong} ({name})")
+        raise WrongInput(f"{wrong} ({name})")
 
 
 def torch_cuda() -> str | None:
@@ -166,7 +163,7 @@ def classifier_bytes(config: RunConfig) -> int:
     for model in filter(None, map(classifier_of, config.rewards)):
         try:
             found += sum(tensor.nbytes for tensor in (model_weights(model) or {}).values())
-        except WeightsError:  # said by the trial of the reward function
+        except WrongInput:  # said by the trial of the reward function
             continue
     return found
 
@@ -187,7 +184,7 @@ def classifier_notes(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
-    """Lines for the user about main and shared memory of this machine. Raises MachineError: the weights alone are more
+    """Lines for the user about main and shared memory of this machine. Raises WrongInput: the weights alone are more
     than it has."""
     if budgets.plan is None or config.cluster.gpus.learner == 0 or joins(config.cluster.address):
         return ()
@@ -202,7 +199,7 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
     weights = sum(parts[name] for name in MUST_FIT)
     if weights > has:
         named = ", ".join(f"{name} {gib(parts[name])}" for name in MUST_FIT if parts[name])
-        raise MachineError(
+        raise WrongInput(
             f"main memory: the run needs {gib(weights)} for weights and activations ({named}), this machine has "
             f"{gib(has)}; set memory.layout=slices, learner.offload_boundaries=false, or take a smaller model"
         )

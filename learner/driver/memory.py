@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.machine import main_memory, visible_cards
 from cluster.memory import cards
@@ -26,11 +27,9 @@ from cluster.placement import pack
 from cluster.ray_cluster import joins
 from learner.config import RunConfig, generator_roles, roles
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
-from learner.driver.failure import PreflightError
-from learner.model.adapter_config import AdapterError, read_scored
+from learner.model.adapter_config import read_scored
 from rewards.config import adapters_of
 from rollout.config import DEFAULT_KV, DEFAULT_SEQUENCES, parse_size
-from rollout.data.weight_files import WeightsError
 
 # A card as a user names it: `rtx4090`, `24` (GB as sold), `24GiB` or `24GB`.
 
@@ -87,7 +86,7 @@ class Cards:
 
 
 def cards_of(text: str) -> Cards:
-    """`h100`, `80GiB` or `2x24GiB`. Raises PreflightError."""
+    """`h100`, `80GiB` or `2x24GiB`. Raises WrongInput."""
     match = re.fullmatch(r"(?:([1-9][0-9]{0,2})x)?(.+)", text, flags=re.ASCII | re.DOTALL)
     try:
         if match is None:
@@ -95,7 +94,7 @@ def cards_of(text: str) -> Cards:
         size = card_size(match[2])
         return Cards(int(match[1] or 1), size.bytes, kind=size.card)
     except ValueError as error:
-        raise PreflightError(f"--assume-gpus: {error}") from None
+        raise WrongInput(f"--assume-gpus: {error}") from None
 
 
 def cards_wanted(config: RunConfig) -> int:
@@ -119,24 +118,24 @@ def cards_present(config: RunConfig) -> Cards | None:
 def size_for(config: RunConfig, cards: Cards | None) -> int | None:
     """Bytes of the card that the run is planned for, where both roles are on cards; else None.
 
-    Raises PreflightError if memory.device is more than the cards have; if no role is on the cards that are assumed; or
+    Raises WrongInput if memory.device is more than the cards have; if no role is on the cards that are assumed; or
     if the size is not known, since the cards of a cluster that is joined are on other machines.
     """
     gpus, device = config.cluster.gpus, config.memory.device
     if cards is not None and cards.assumed and gpus.generator == 0 and gpus.learner == 0:
-        raise PreflightError(
+        raise WrongInput(
             "--assume-gpus: this configuration runs on CPUs alone; set cluster.gpus.generator and .learner (0.5 each: "
             "two slices of one card), or leave it out"
         )
     if gpus.generator == 0 or gpus.learner == 0:
         return None
     if cards is None and device is None and joins(config.cluster.address):
-        raise PreflightError(
+        raise WrongInput(
             "memory.device: no card is visible where the run was started, so its size is not known; set it to the "
             "memory of one card of the cluster, for example 80GiB"
         )
     if cards is not None and device is not None and device > cards.size:
-        raise PreflightError(
+        raise WrongInput(
             f"memory.device: must be at most the {gib(cards.size)} "
             f"{'of the assumed cards' if cards.assumed else 'that are free on a card here'}, got {gib(device)}; lower "
             "it, or take larger cards"
@@ -256,7 +255,7 @@ def _rank(folder: str | None, own: int) -> int:
     with it); otherwise the policy's own."""
     try:
         return own if folder is None else read_scored(folder, "")["r"]
-    except (AdapterError, WeightsError):
+    except WrongInput:
         return own
 
 
@@ -268,10 +267,6 @@ def _rank(folder: str | None, own: int) -> int:
 
 NO_LIMIT = 2**60
 PUSH_RATE = 50e6  # bytes a second of a policy that is pushed, at the least: copied, hashed twice, loaded layer by layer
-
-
-class MemoryPlanError(ValueError):
-    """The run does not fit, or its memory settings contradict each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +307,7 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
         card: bytes of the card that both roles are on; taken where memory.device is null.
 
     Raises:
-        MemoryPlanError: the message names the settings to change.
+        WrongInput: the message names the settings to change.
     """
     try:
         shape = Shape.from_config(model, config.model.path)
@@ -323,7 +318,7 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
         return _unlimited(config, shape)
     best = planned(config, shape, device)
     if isinstance(best, Misfit):
-        raise MemoryPlanError(str(best))
+        raise WrongInput(str(best))
     found, sequences = best
     _check_cache(config, found)
     chosen = config.learner.model_copy(
@@ -386,7 +381,7 @@ def _waiting(cached: int, asked: int) -> str:
 def _unplanned(config: RunConfig, reason: str) -> Budgets:
     sizes = config.memory
     if sizes.device is not None:
-        raise MemoryPlanError(f"memory.device: no plan for this model ({reason}); set memory.device=null")
+        raise WrongInput(f"memory.device: no plan for this model ({reason}); set memory.device=null")
     kv = config.rollout.kv_cache
     cap = None if sizes.learner == "auto" else sizes.learner
     kv_bytes = DEFAULT_KV if kv == "auto" else kv
@@ -414,7 +409,7 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     sequences = config.rollout.sequences
     found = plan(shape, NO_LIMIT, workload(config, sequences), wish_of(fixed, layouts(config)[:1]))
     if isinstance(found, Misfit):
-        raise MemoryPlanError(str(found))
+        raise WrongInput(str(found))
     _check_cache(config, found)
     cap = None if config.memory.learner == "auto" else config.memory.learner
     note = (
@@ -427,13 +422,13 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
 def _check_cache(config: RunConfig, found: Plan) -> None:
     if found.sequences < 1:
         tokens = config.rollout.max_prompt_length + config.rollout.max_completion_length
-        raise MemoryPlanError(
+        raise WrongInput(
             f"rollout.kv_cache: must hold one sequence of {tokens} tokens, {gib(found.kv_bytes)} does not; raise it, "
             "set it to auto with memory.device, or lower rollout.max_prompt_length or max_completion_length"
         )
     heads = found.shape.head_dim
     if config.rollout.kv_cache_dtype == "fp8" and config.cluster.gpus.generator == 0 and heads % 32:
-        raise MemoryPlanError(
+        raise WrongInput(
             f"rollout.kv_cache_dtype: fp8 on a CPU needs heads of a multiple of 32 elements (vLLM), got {heads}; "
             "set it to auto"
         )

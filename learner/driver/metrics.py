@@ -50,11 +50,7 @@ def env_metrics(rows: pa.Table) -> dict[str, float]:
 # Numbers of a batch of rollout groups, before anything is learned from it. Pure.
 
 
-class RewardsFailing(RunEnded):
-    """Reward functions fail on most completions, or nobody scores any: such a run must not go on silently."""
-
-
-def failing(groups: Sequence[pa.Table]) -> RewardsFailing | None:
+def failing(groups: Sequence[pa.Table]) -> RunEnded | None:
     """What ends a run if reward functions, or environments, failed on more than half of the completions."""
     ends = whole(pa.concat_tables(groups))
     status, lost = Counter(ends.column("reward_status").to_pylist()), failed(ends)
@@ -63,7 +59,7 @@ def failing(groups: Sequence[pa.Table]) -> RewardsFailing | None:
     advice = "Try the functions alone: gleaner rewards try FILE:FUNCTION --rollouts runs/<name>/rollouts"
     if 2 * status[FAULT] > lost.sum():
         advice = "Mend the environment, or what a sentence names: docs/environments.md has the outcomes"
-    return RewardsFailing(
+    return RunEnded(
         f"{int(lost.sum())} of {len(ends)} completions of this batch have no reward ({dict(status)}); the sentences "
         f"are in the log above. {advice}"
     )

@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cluster import files as run_lock
-from cluster.files import RunFolderInUse, lacks
+from cluster.errors import WrongInput
+from cluster.files import lacks
 from cluster.machine import free_disk
 from cluster.memory.learner import undo_bytes
 from cluster.memory.plan import gib
 from cluster.memory.shape import DTYPE_BYTES, Shape
-from cluster.placement import PlacementError
 from cluster.ray_cluster import in_job
 from cluster.reading import Unreadable, no_regular_file
 from cluster.trackers import ID, known_id
@@ -31,8 +31,8 @@ from learner.driver import (
 )
 from learner.driver.checkpoint import ADAPTER
 from learner.driver.evaluate import check_scored_adapters
-from learner.driver.failure import Findings, PreflightError
-from learner.driver.identity import Fingerprints, ResumeError, check_allowed, check_same_run, config_of, fingerprints_of
+from learner.driver.failure import Findings
+from learner.driver.identity import Fingerprints, check_allowed, check_same_run, config_of, fingerprints_of
 from learner.driver.input_checks import (
     ENGINE,
     LEARNER,
@@ -55,36 +55,20 @@ from learner.driver.input_checks import (
     load_chat,
     try_functions,
 )
-from learner.driver.machine_checks import (
-    MachineError,
-    check_main_memory,
-    check_placement,
-    machine_notes,
-)
-from learner.driver.memory import (
-    Budgets,
-    Cards,
-    MemoryPlanError,
-    cards_present,
-    layouts,
-    settle,
-    settled,
-    size_for,
-    wish_of,
-)
+from learner.driver.machine_checks import check_main_memory, check_placement, machine_notes
+from learner.driver.memory import Budgets, Cards, cards_present, layouts, settle, settled, size_for, wish_of
 from learner.driver.record import POLICIES, read_policies
-from learner.model.adapter_config import MODEL, AdapterError, ReferenceConfigError
-from rewards.base import JUDGE, RewardError
+from learner.model.adapter_config import MODEL
+from rewards.base import JUDGE
 from rewards.call import Group
 from rewards.limits import NAME as REWARD_OUTPUT
-from rollout.architecture import ArchitectureError, check_unquantised
+from rollout.architecture import check_unquantised
 from rollout.data import files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of
 from rollout.data.files import Row
 from rollout.data.hub import CONFIG, ChatError, has_template, read_json
-from rollout.data.problems import Cursor, Problems, ProblemsError, fitting, load
+from rollout.data.problems import Cursor, Problems, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
-from rollout.data.weight_files import WeightsError
 from rollout.schema import Problem
 
 # How many steps a run has: as its configuration says, or as many as the problems of its epochs make.
@@ -146,11 +130,6 @@ def setting_notes(config: RunConfig, model: Mapping[str, Any], row: Mapping[str,
 # What is told of a run's inputs within a second or two: all that needs neither the model's weights nor its tokenizer,
 # nor more of the data than its first rows. The rest, which takes many times as long, is learner.driver.preflight's.
 
-PROBLEMS = (
-    PreflightError, PlacementError, MachineError, MemoryPlanError, ArchitectureError, RewardError, ChatError,
-    ProblemsError, checkpoint.CheckpointError, RunFolderInUse, AdapterError, ResumeError, ReferenceConfigError,
-    WeightsError, Unreadable,
-)  # fmt: skip
 # What a run writes in its folder.
 FILES = (
     run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", console.PHASES_FILE, POLICIES,
@@ -175,9 +154,9 @@ class First:
         return self.group is not None and not isinstance(self.group.prompts[0], str)
 
     def finish(self) -> tuple[str, ...]:
-        """Tries the reward functions; lines about those that work. Raises PreflightError with one line for each mistake
+        """Tries the reward functions; lines about those that work. Raises WrongInput with one line for each mistake
         there is in anything."""
-        found = Findings(PROBLEMS)
+        found = Findings()
         found.lines += self.wrong
         tried = None if self.group is None else found.of(try_functions, absolute(self.config), self.group)
         found.finish()
@@ -191,7 +170,7 @@ def look(config: RunConfig, cards: Cards | None = None, *, sections: Collection[
     of another, in which something is wrong, only files that it names are looked for. Where there are such, functions
     that may ask somebody are not tried.
     """
-    found = Findings(PROBLEMS)
+    found = Findings()
     output = found.of(place_output, config)
     config = output or config
     placed = absolute(config)
@@ -219,7 +198,7 @@ def look(config: RunConfig, cards: Cards | None = None, *, sections: Collection[
 
 def _first_rows(config: RunConfig, names: files.Names, *, prompts: bool) -> files.Beginning:
     """Of the training data, or of those for evaluation. prompts: whether they are to be made of them. Raises
-    ProblemsError."""
+    WrongInput."""
     data, held_out = config.data, config.data.eval
     if names is files.EVAL:
         if held_out.every == 0 or held_out.path is None:
@@ -249,7 +228,7 @@ def _dummies(config: RunConfig, rows: Sequence[Row]) -> Group | None:
 
 def check_room(config: RunConfig, model: Mapping[str, Any]) -> None:
     """Whether the disk of the run folder has room for a checkpoint beside the one before it. model: the content of its
-    config.json. Raises PreflightError."""
+    config.json. Raises WrongInput."""
     try:
         shape, wish = Shape.from_config(model, config.model.path), wish_of(config, layouts(config))
     except (ValueError, TypeError):  # an architecture of which no memory is planned, or whose settings are none
@@ -258,7 +237,7 @@ def check_room(config: RunConfig, model: Mapping[str, Any]) -> None:
     each = DTYPE_BYTES[wish.dtype] * weights + undo_bytes(weights, config.learner.optimizer.kind)
     count = 1 if checkpoint.listing(config.run_dir / "checkpoints") else 2
     if count * each > (free := free_disk(config.run_dir)):
-        raise PreflightError(
+        raise WrongInput(
             f"output_dir: must have room for {count} checkpoint{'s' if count > 1 else ''}, {gib(count * each)} (of the "
             f"{weights:.3g} weights that are trained), and the disk of {config.run_dir} has {gib(free)} left; free "
             "some, or give another folder"
@@ -273,7 +252,7 @@ def place_output(config: RunConfig) -> RunConfig:
         folders = [config.run_dir, *config.run_dir.parents]
         there = next(path for path in folders if path.exists() or path.is_symlink())
         if not there.exists():
-            raise PreflightError(
+            raise WrongInput(
                 f"output_dir: {there} is a link to {there.readlink()}, which is not there; mount it, or give another"
             )
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
@@ -282,11 +261,11 @@ def place_output(config: RunConfig) -> RunConfig:
                 (Path(trial) / config.run_dir.relative_to(there)).mkdir(parents=True)
     except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
         reason = lacks(error) if isinstance(error, OSError) else error
-        raise PreflightError(
+        raise WrongInput(
             f"output_dir: {config.output_dir} is no folder for {config.name} ({reason}); give another, or another name"
         ) from error
     if not writable:
-        raise PreflightError(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
+        raise WrongInput(f"output_dir: {config.run_dir} cannot be written ({there} is not a writable folder)")
     if there == config.run_dir:
         _check_files(config.run_dir)
     return config
@@ -294,20 +273,20 @@ def place_output(config: RunConfig) -> RunConfig:
 
 def _check_files(run_dir: Path) -> None:
     """Whether a run may write what it writes: at a FIFO it would wait for ever, and a link may lead anywhere. Raises
-    PreflightError."""
+    WrongInput."""
     for file in FILES:
         for path in (run_dir / file, (run_dir / file).with_suffix(".partial")):
             if (wrong := no_regular_file(path)) is not None:
-                raise PreflightError(f"output_dir: {wrong}; take it away, or give this run another name=")
+                raise WrongInput(f"output_dir: {wrong}; take it away, or give this run another name=")
     for folder in FOLDERS:
         if (run_dir / folder).exists() and not (run_dir / folder).is_dir():
-            raise PreflightError(
+            raise WrongInput(
                 f"output_dir: {run_dir / folder} must be a folder; take it away, or give this run another name="
             )
     try:
         known_id(run_dir)
     except Unreadable as error:
-        raise PreflightError(f"output_dir: {error}") from None
+        raise WrongInput(f"output_dir: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +309,11 @@ class Prepared:
 def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     """All checks of a start, and those which at a start the processes of generators and learner make themselves.
 
-    cards: to be assumed instead of those that are here. Raises PreflightError with one line per mistake.
+    cards: to be assumed instead of those that are here. Raises WrongInput with one line per mistake.
     """
     first = look(config, cards)
     told = first.finish()
-    found = Findings(PROBLEMS)
+    found = Findings()
     modules = (LEARNER, ENGINE, SHARED_BASE) if config.memory.base == "shared" else (LEARNER, ENGINE)
     trials = [Trial(module, absolute(first.config)) for module in modules if _has_config(config.model.source)]
     try:
@@ -361,7 +340,7 @@ def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
     """Checks placement, checkpoints, model, memory, data, rewards and loss: first what is told at once, then the rest;
     of each what is wrong with one hides no other.
 
-    Raises PreflightError with one line per mistake.
+    Raises WrongInput with one line per mistake.
     """
     return prepare_rest(look(config, cards), cards)
 
@@ -373,7 +352,7 @@ def prepare_rest(first: First, cards: Cards | None = None) -> Prepared:
 
 def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepared:
     """told: of the reward functions, if they were tried on the first problem."""
-    config, found = first.config, Findings(PROBLEMS)
+    config, found = first.config, Findings()
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
     followed = found.of(follow_adapter, absolute(config))
     config, notes = followed or (absolute(config), ())
@@ -429,7 +408,7 @@ def _loaded(config: RunConfig, chat: Chat | None) -> tuple[Problems, list[Proble
 
 
 def _with_tools(data: tuple[Problems, list[Problem]], config: RunConfig, tools: int) -> tuple[Problems, list[Problem]]:
-    """Those that fit with the environment's tools. Raises ProblemsError."""
+    """Those that fit with the environment's tools. Raises WrongInput."""
     longest, (problems, heldout) = config.rollout.max_prompt_length, data
     return problems.fitting(config.data, longest, tools), fitting(heldout, config.data, longest, tools)
 
@@ -497,11 +476,9 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
     check_allowed(config)
     resume_from, skipped = checkpoint.resolve(config.resume, folder)
     if config.resume == "none" and any(folder.glob("step-*")):
-        raise PreflightError(
-            f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto"
-        )
+        raise WrongInput(f"resume: none, but {config.run_dir} holds checkpoints; give another name=, or resume=auto")
     if resume_from is not None and resume_from.parent.resolve() != folder.resolve() and checkpoint.listing(folder):
-        raise PreflightError(
+        raise WrongInput(
             f"resume: {resume_from} is another run's, and {config.run_dir} holds checkpoints of its own, which would "
             "be deleted; give resume=auto to go on from them, or another name="
         )

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cluster.actor import Actor
+from cluster.errors import WrongInput
 from cluster.files import Digest, writing
 from cluster.reading import MIB, json_value, lines
 from cluster.telemetry import Metrics, Timeline, overlap, seconds
@@ -411,7 +412,7 @@ class RunCheckpoints:
         self.saved: int | None = None  # step of the newest checkpoint
 
     async def check_shared(self) -> None:
-        """Raises CheckpointError if the learner's process does not see the run folder: better now than at the first
+        """Raises WrongInput if the learner's process does not see the run folder: better now than at the first
         checkpoint."""
         for left in self._sinks.folder.glob(f"{SEEN}*"):  # by a start that was killed
             left.unlink()
@@ -423,7 +424,7 @@ class RunCheckpoints:
         finally:
             mark.unlink()
         if not seen:
-            raise checkpoint.CheckpointError(
+            raise WrongInput(
                 "output_dir: must be a folder that the learner's node and the driver's share, and the learner does not "
                 f"see what the driver writes in {self._sinks.folder}; put output_dir on a shared file system, or both "
                 "on one node"

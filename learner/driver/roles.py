@@ -18,6 +18,7 @@ from cluster import files as run_lock
 from cluster import machine
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, StartFailed
 from cluster.config import DeadlineConfig
+from cluster.errors import WrongInput
 from cluster.files import digest_of
 from cluster.machine import version_of
 from cluster.memory.plan import gib
@@ -25,7 +26,7 @@ from cluster.placement import Role
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Node, NodeFailed, Session, connect, joins, on_each, wanted_store
 from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
-from learner.driver.failure import PreflightError, WatchedLearner, lost_as_it_starts
+from learner.driver.failure import WatchedLearner, lost_as_it_starts
 from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets
 from learner.driver.preflight import Prepared
@@ -420,7 +421,7 @@ class Needs:
 
 async def check_nodes(config: RunConfig, session: Session, deadline_s: float, policy_bytes: int) -> list[str]:
     """Lines that say where each process is to be, and what is worth knowing. Nothing for a private cluster, which is
-    this machine. policy_bytes: of a policy on its way to a generator. Raises PreflightError with a line for each thing
+    this machine. policy_bytes: of a policy on its way to a generator. Raises WrongInput with a line for each thing
     that a node lacks or has in another version."""
     if session.mode == "local":
         return []
@@ -445,13 +446,13 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float, po
                 wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
                 notes += [f"node {node.name}: {line}" for line in downloads(facts, need)]
     if wrong:
-        raise PreflightError("\n".join(dict.fromkeys(wrong)))
+        raise WrongInput("\n".join(dict.fromkeys(wrong)))
     return list(dict.fromkeys(notes))
 
 
 async def rehearse_nodes(prepared: Prepared) -> list[str]:
     """For --dry-run: what `check_nodes` says of a cluster that would be joined, on which room is reserved for a moment.
-    Nothing for a private one. Raises PlacementError, PreflightError."""
+    Nothing for a private one. Raises WrongInput."""
     config = prepared.config
     if not joins(config.cluster.address):
         return []

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from cluster.errors import WrongInput
 from cluster.reading import Unreadable, read_mapping
 from learner.config.load import why_not
 from learner.config.settings import LoraConfig
@@ -35,10 +36,6 @@ FREE = {
 FIXED = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": INITIAL}
 
 
-class AdapterError(ValueError):
-    """An adapter that cannot be used; the message names the setting of its adapter_config.json."""
-
-
 def base_of(model: str) -> dict[str, str | None]:
     """What PEFT reads of an adapter's base; `model`: ModelConfig.source."""
     name, revision = split(model)
@@ -58,7 +55,7 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
         key: the setting that gives the folder, for the message.
 
     Raises:
-        AdapterError: there is none, or it is no plain LoRA adapter.
+        WrongInput: there is none, or it is no plain LoRA adapter.
     """
     content = read_content(folder, key)
     _check_plain(content, Path(folder) / CONFIG_FILE, key)
@@ -69,27 +66,27 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
     """The same of a plain LoRA adapter with a scalar head: PEFT's sequence classification with one label. `r` is set.
 
     Raises:
-        AdapterError: there is none, or it is something else, such as a head of two outputs.
-        WeightsError: its weights are not whole.
+        WrongInput: there is none, or it is something else, such as a head of two outputs.
+        WrongInput: its weights are not whole.
     """
     content, file = read_content(folder, key), Path(folder) / CONFIG_FILE
     if content.get("task_type") != "SEQ_CLS":
-        raise AdapterError(
+        raise WrongInput(
             f"{key}: task_type of {file} must be 'SEQ_CLS', got {content.get('task_type')!r}; give an adapter with a "
             "head, as gleaner reward-model train makes one"
         )
     _check_plain({**content, "modules_to_save": None}, file, key)
     if others := set(content.get("modules_to_save") or ()) - {"classifier", "score"}:
-        raise AdapterError(
+        raise WrongInput(
             f"{key}: modules_to_save of {file} must be the head alone, got {', '.join(sorted(others))} too; only the "
             "adapter and its head are kept beside the base"
         )
     if not isinstance(rank := content.get("r", PEFT_RANK), int) or rank < 1:
-        raise AdapterError(f"{key}: r of {file} must be a whole number from 1, got {rank!r}; save the adapter again")
+        raise WrongInput(f"{key}: r of {file} must be a whole number from 1, got {rank!r}; save the adapter again")
     head = header(file.parent / WEIGHTS_FILE, key).get(HEAD)
     if head is None or head.shape[:1] != (1,):
         got = "none" if head is None else f"{head.shape[0] if head.shape else 'no'} outputs"
-        raise AdapterError(
+        raise WrongInput(
             f"{key}: {HEAD} in {file.parent / WEIGHTS_FILE} must be a head of one output, got {got}; train it with "
             "num_labels=1"
         )
@@ -97,18 +94,18 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
 
 
 def read_content(folder: str, key: str) -> dict[str, Any]:
-    """What adapter_config.json holds, whatever kind of adapter it is. Raises AdapterError, which names `key`."""
+    """What adapter_config.json holds, whatever kind of adapter it is. Raises WrongInput, which names `key`."""
     file = Path(folder) / CONFIG_FILE
     try:
         there = file.is_file()
     except OSError:  # a name that is too long
         there = False
     if not there:
-        raise AdapterError(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder:.200}; give one in PEFT's form")
+        raise WrongInput(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder:.200}; give one in PEFT's form")
     try:
         return read_mapping(file)
     except (OSError, Unreadable) as error:
-        raise AdapterError(f"{key}: {error}; save the adapter again") from None
+        raise WrongInput(f"{key}: {error}; save the adapter again") from None
 
 
 def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
@@ -117,7 +114,7 @@ def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
         allowed = FIXED.get(name)
         if (value not in allowed) if allowed is not None else (value and name not in FREE):
             wanted = f"be {allowed[0]!r}" if allowed is not None and allowed[0] else "not be set"
-            raise AdapterError(f"{key}: {name} of {file} must {wanted}, got {value!r:.200}: {_why(name)}")
+            raise WrongInput(f"{key}: {name} of {file} must {wanted}, got {value!r:.200}: {_why(name)}")
     _check_kind(content, file, key)
 
 
@@ -131,27 +128,27 @@ def _why(name: str) -> str:
 
 def _check_kind(content: Mapping[str, Any], file: Path, key: str) -> None:
     if content.get("peft_type") != "LORA":
-        raise AdapterError(f"{key}: peft_type of {file} must be 'LORA', got None; give a LoRA adapter")
+        raise WrongInput(f"{key}: peft_type of {file} must be 'LORA', got None; give a LoRA adapter")
     targets = content.get("target_modules")
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
-        raise AdapterError(
+        raise WrongInput(
             f"{key}: target_modules of {file} must be a list of layers, got {targets!r}; write out their names"
         )
     if not (file.parent / WEIGHTS_FILE).is_file():
-        raise AdapterError(f"{key}: {file.parent} must hold {WEIGHTS_FILE}, and does not; save the adapter again")
+        raise WrongInput(f"{key}: {file.parent} must hold {WEIGHTS_FILE}, and does not; save the adapter again")
 
 
 def follow(lora: LoraConfig, folder: str) -> LoraConfig:
     """`lora` with what it leaves open taken from the adapter that training starts from (model.adapter).
 
     Raises:
-        AdapterError: the adapter is none to start from, or contradicts what `lora` sets.
+        WrongInput: the adapter is none to start from, or contradicts what `lora` sets.
     """
     content = read_adapter(folder, "model.adapter")
     leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
     found = {"rank": content.get("r"), "alpha": content.get("lora_alpha"), "targets": leaves}
     if found["rank"] not in RANKS:
-        raise AdapterError(
+        raise WrongInput(
             f"model.adapter: r of {folder} must be one of {', '.join(map(str, RANKS))}, got "
             f"{found['rank']}; train another adapter"
         )
@@ -160,7 +157,7 @@ def follow(lora: LoraConfig, folder: str) -> LoraConfig:
 
 
 def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields: Collection[str]) -> None:
-    """Raises AdapterError if the adapter's rank, alpha or targets are not those of `lora`.
+    """Raises WrongInput if the adapter's rank, alpha or targets are not those of `lora`.
 
     Args:
         content: of the folder's adapter_config.json.
@@ -175,7 +172,7 @@ def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields
     }
     for field, (name, value, found) in rows.items():
         if field in fields and found != value:
-            raise AdapterError(
+            raise WrongInput(
                 f"model.adapter: {name} of {folder} must be {value!r} as learner.lora.{field} says, got {found!r}; "
                 f"leave learner.lora.{field} out to take the adapter's"
             )
@@ -190,23 +187,19 @@ def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields
 REFERENCE_FREE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "initializer_range"}
 
 
-class ReferenceConfigError(ValueError):
-    """model.reference cannot be the reference of model.path."""
-
-
 def check_reference(reference: str, path: str) -> None:
-    """Raises ReferenceConfigError if `reference` is no whole model, or computes otherwise than that of `path`."""
+    """Raises WrongInput if `reference` is no whole model, or computes otherwise than that of `path`."""
     from transformers import AutoConfig  # here: slow to import, and few runs use it
 
     if (Path(reference) / CONFIG_FILE).exists():
-        raise ReferenceConfigError(
+        raise WrongInput(
             f"model.reference: must be a whole model, as what is trained is (learner.mode=full), {reference} is an "
             "adapter; give a model's folder, or null for what training starts from"
         )
     try:
         theirs = AutoConfig.from_pretrained(reference, trust_remote_code=False).to_dict()
     except (OSError, ValueError) as error:
-        raise ReferenceConfigError(
+        raise WrongInput(
             f"model.reference: must be a model's folder or hub name, got {reference} ({str(error).splitlines()[0]}); "
             "give another, or null for what training starts from"
         ) from None
@@ -214,7 +207,7 @@ def check_reference(reference: str, path: str) -> None:
     ours = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False).to_dict()
     for name in sorted((theirs.keys() | ours.keys()) - REFERENCE_FREE):
         if theirs.get(name) != ours.get(name) and "drop" not in name and not name.endswith("_token_id"):
-            raise ReferenceConfigError(
+            raise WrongInput(
                 f"model.reference: must be a whole model of the architecture of model.path, {name} of {reference} is "
                 f"{theirs.get(name)!r}, not {ours.get(name)!r}; give another, or null for what training starts from"
             )

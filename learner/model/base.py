@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.hub import cached_file
 
+from cluster.errors import WrongInput
 from cluster.reading import read_mapping
 from learner.config import ModelConfig
 from learner.model.shared_base import MappedBase
-from rollout.architecture import ArchitectureError, check_architecture, check_unquantised
+from rollout.architecture import check_architecture, check_unquantised
 from rollout.data.hub import split
-from rollout.data.weight_files import EXPONENTS, INDEX, SINGLE, WeightsError, all_finite, header, infinite
+from rollout.data.weight_files import EXPONENTS, INDEX, SINGLE, all_finite, header, infinite
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
 
 # A base model without weights: every tensor has its shape, type and bytes, and no content (torch's meta device).
@@ -69,7 +70,7 @@ def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
 def tensor_files(path: str) -> dict[str, Path]:
     """Name of each tensor -> its safetensors file. A hub's model is downloaded where it is not in the cache.
 
-    Raises WeightsError if there is none, OSError if the hub has no such model or cannot be reached.
+    Raises WrongInput if there is none, OSError if the hub has no such model or cannot be reached.
     """
     index = _file(path, INDEX)
     if index is not None:
@@ -81,7 +82,7 @@ def tensor_files(path: str) -> dict[str, Path]:
         found = dict.fromkeys(header(single, "model.path"), single) if single is not None else {}
     there = {tensor: file for tensor, file in found.items() if file is not None}
     if not there or len(there) < len(found):
-        raise WeightsError(f"model.path: {path} must have {SINGLE}, or {INDEX} and all files that it names")
+        raise WrongInput(f"model.path: {path} must have {SINGLE}, or {INDEX} and all files that it names")
     return there
 
 
@@ -110,7 +111,7 @@ def load_base(
 
     key: the setting that names it, for messages.
 
-    Raises ArchitectureError if it cannot be trained here: with an adapter (`lora`), or as a whole. WeightsError: what
+    Raises WrongInput if it cannot be trained here: with an adapter (`lora`), or as a whole. WrongInput: what
     the files hold is not what the model wants, or no finite numbers.
     """
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
@@ -144,7 +145,7 @@ def load_base(
 
 
 def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
-    """As transformers loads it. Raises WeightsError: it has made up weights that the files lack, or left out others."""
+    """As transformers loads it. Raises WrongInput: it has made up weights that the files lack, or left out others."""
     auto: Any = AutoModelForCausalLM  # its methods carry no annotations
     if "quantization_config" in options:  # of whose shapes transformers says nothing
         check_fit(model.source, key)
@@ -159,18 +160,18 @@ def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
         raise
     if wrong := loading_misfits(model.source, key, report, None):
         check_fit(model.source, key)  # which knows the names in the files, where these are put together
-        raise WeightsError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
     head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
     tied = options["config"].get_text_config().tie_word_embeddings and head is not None
     if tied and head.weight is not embedding.weight:  # which transformers says to nobody
-        raise WeightsError(two_heads(model.source, key))
+        raise WrongInput(two_heads(model.source, key))
     return lm
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], path: str, key: str) -> None:
-    """Raises WeightsError, which names `key` and those weights of `path` that hold nan or inf."""
+    """Raises WrongInput, which names `key` and those weights of `path` that hold nan or inf."""
     if wrong := [name for name, weight in weights if not _finite(weight.detach())]:
-        raise WeightsError(infinite(wrong, path, key))
+        raise WrongInput(infinite(wrong, path, key))
 
 
 def _finite(weight: Any) -> bool:
@@ -209,7 +210,7 @@ def to_eval(wrapped: Any) -> None:
 def head_of(lm: Any, path: str) -> Tensor:
     """[V, H] weight of the output embedding; ValueError if it has a bias or none can be found."""
     if lm.base_model is lm:
-        raise ArchitectureError(
+        raise WrongInput(
             f"model.path: {path} (model_type {lm.config.model_type}) keeps its layers where base_model_prefix does not "
             "say, so that its final states cannot be had without its logits; give another architecture (docs/models.md)"
         )

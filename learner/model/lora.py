@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cluster.errors import WrongInput
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
-from learner.model.adapter_config import AdapterError, check_same, read_adapter
+from learner.model.adapter_config import check_same, read_adapter
 from learner.model.base import check_finite
 from learner.model.masters import difference
 from rollout.architecture import ATTENTION, has_experts
@@ -369,18 +370,18 @@ def lora_targets(lm: Any, wanted: Wanted) -> list[str]:
 
 
 def check_targets(lm: Any, wanted: Wanted, found: Sequence[str], folder: str) -> None:
-    """Raises AdapterError if the layers of an adapter (target_modules of its folder) are none of the model that can be
+    """Raises WrongInput if the layers of an adapter (target_modules of its folder) are none of the model that can be
     adapted, or where all-linear is wanted not those that it means."""
     try:
         lora_targets(lm, list(found))
     except ValueError as error:
         words = str(error).removeprefix("learner.lora.targets: ")
-        raise AdapterError(f"model.adapter: target_modules of {folder}: {words}") from None
+        raise WrongInput(f"model.adapter: target_modules of {folder}: {words}") from None
     if wanted != "all-linear":
         return
     leaves, meant = ({name.rpartition(".")[2] for name in names} for names in (found, lora_targets(lm, wanted)))
     if leaves != meant:
-        raise AdapterError(
+        raise WrongInput(
             f"model.adapter: target_modules of {folder} must be those of learner.lora.targets=all-linear, "
             f"{', '.join(sorted(meant))}, got {', '.join(sorted(leaves))}; set learner.lora.targets to the adapter's"
         )
@@ -434,8 +435,8 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
     """Loads the adapter of a folder beside the policy's, frozen, in the base's type.
 
     Raises:
-        AdapterError: it is no plain LoRA adapter of this base.
-        WeightsError: it holds numbers that are not finite.
+        WrongInput: it is no plain LoRA adapter of this base.
+        WrongInput: it holds numbers that are not finite.
     """
     what = f"adapter {REFERENCE!r}"
     read_adapter(folder, what)
@@ -447,7 +448,7 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
     own = {name: weight for name, weight in wrapped.named_parameters() if f".{REFERENCE}." in name}
     named = {name.replace(f".{REFERENCE}.", "."): weight for name, weight in own.items()}
     if odd := difference(named, tensors):  # which PEFT fills with fresh weights, or leaves out
-        raise AdapterError(f"{what}: {folder} must have the names and shapes of model.path, {odd}; give another")
+        raise WrongInput(f"{what}: {folder} must have the names and shapes of model.path, {odd}; give another")
     check_finite(tensors.items(), folder, what)
     for weight in own.values():
         weight.data = weight.data.to(dtype)

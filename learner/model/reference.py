@@ -49,7 +49,7 @@ class Reference:
         try_out: a pass of any kind through lm.
 
     Raises:
-        ReferenceConfigError: model.reference is not of the architecture of model.path.
+        WrongInput: model.reference is not of the architecture of model.path.
         ValueError: int8 does not work with it.
     """
 
@@ -134,8 +134,8 @@ class ShardedReference:
         model: where the reference comes from; with model.reference null it is what the files of model.path hold.
 
     Raises:
-        ReferenceConfigError: model.reference is not of the architecture of model.path.
-        ValueError, WeightsError: its files cannot be read in parts, or at all (learner.model.sharded_base).
+        WrongInput: model.reference is not of the architecture of model.path.
+        ValueError, WrongInput: its files cannot be read in parts, or at all (learner.model.sharded_base).
     """
 
     def __init__(self, lm: Any, model: ModelConfig, device: torch.device) -> None:

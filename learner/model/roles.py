@@ -19,7 +19,8 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from learner.model.adapter_config import CONFIG_FILE, HEAD, AdapterError, base_of, read_scored
+from cluster.errors import WrongInput
+from learner.model.adapter_config import CONFIG_FILE, HEAD, base_of, read_scored
 from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
@@ -85,7 +86,7 @@ class ScoredAdapter:
     """
 
     def __init__(self, wrapped: Any, role: ScoredRole, seed: int) -> None:
-        """Adds it to the PEFT model. Raises AdapterError: the folder is none for a scalar head on this base."""
+        """Adds it to the PEFT model. Raises WrongInput: the folder is none for a scalar head on this base."""
         lm = wrapped.get_base_model()
         place = lm.get_output_embeddings().weight
         tensors = {} if role.folder is None else load_file(Path(role.folder) / WEIGHTS_FILE)
@@ -160,7 +161,7 @@ def without_head(settings: peft.LoraConfig) -> peft.LoraConfig:
 
 def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], folder: str, key: str) -> None:
     if odd := difference(weights, tensors):
-        raise AdapterError(
+        raise WrongInput(
             f"{key}: {folder}: must have the names and shapes of model.path, {odd}; give an adapter that was trained "
             "on this base"
         )

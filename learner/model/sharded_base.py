@@ -46,7 +46,7 @@ def sharded_base(
     Raises:
         ValueError: the files hold a weight of the model under another name or in another shape, or it has no decoder
             layers that transformers knows as such.
-        WeightsError: they cannot be read, or hold other tensors than the model has.
+        WrongInput: they cannot be read, or hold other tensors than the model has.
     """
     dtype: torch.dtype = getattr(torch, model.dtype)
     with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint

@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cluster import machine
+from cluster.errors import WrongInput
 from rollout import shared_base
 from rollout.shared_base import digests_of_pieces
-from rollout.types import BaseNotShared, Manifest, Quantised
+from rollout.types import Manifest, Quantised
 
 # Layers in 4 bits on memory of a generator (memory.base: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
 # transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
@@ -81,7 +82,7 @@ class MappedBase:
         device: of the learner; the generator's.
 
     Raises:
-        BaseNotShared: it cannot be mapped, or what is mapped is not what the generator loaded.
+        WrongInput: it cannot be mapped, or what is mapped is not what the generator loaded.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -102,7 +103,7 @@ class MappedBase:
         """The causal language model of a transformers config, on these weights. quantization: of a base in 4 bits;
         options: of `from_config`.
 
-        Raises BaseNotShared with the names of weights that the generator does not hold as the checkpoint has them.
+        Raises WrongInput with the names of weights that the generator does not hold as the checkpoint has them.
         """
         with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint
             lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -142,7 +143,7 @@ class MappedBase:
             elif name not in quantised and getattr(torch, there) != dtype:
                 wrong[name] = f"it is {there} there"
         if wrong:
-            raise BaseNotShared(refusal(wrong, len(wanted)))
+            raise WrongInput(refusal(wrong, len(wanted)))
 
     def detach(self) -> None:
         """Takes the weights from the model and ends the mapping. Nothing happens without one.
@@ -166,15 +167,15 @@ class MappedBase:
     def attach(self, manifest: Manifest) -> None:
         """Gives the model the weights of a fresh generator.
 
-        Raises BaseNotShared if they are not those of the one before, bit for bit.
+        Raises WrongInput if they are not those of the one before, bit for bit.
         """
         before = self._manifest
         if manifest.owner == before.owner:
-            raise BaseNotShared("memory.base: the manifest is of the generator that was lost, not of the one after it")
+            raise WrongInput("memory.base: the manifest is of the generator that was lost, not of the one after it")
         if (manifest.views, manifest.quantised) != (before.views, before.quantised) or (
             _digests(manifest) != _digests(before)
         ):
-            raise BaseNotShared(
+            raise WrongInput(
                 "memory.base: shared: a fresh generator holds another base than the one before; the files of "
                 "model.path must not change while a run lasts; start the run again"
             )
@@ -220,7 +221,7 @@ def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
     """Each piece, once its content is what the generator says."""
     here = shared_base.card_of(device) if device.type == "cuda" else machine.name()
     if here != manifest.device:
-        raise BaseNotShared(
+        raise WrongInput(
             f"memory.base: shared needs generator and learner on one device, got {manifest.device} and {here}; set "
             "memory.base=own"
         )
@@ -229,7 +230,7 @@ def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
     else:
         pieces = shared_base.map_file(manifest)
     if changed := _changed(pieces, manifest):
-        raise BaseNotShared(
+        raise WrongInput(
             f"memory.base: shared: {len(changed)} of the generator's parameters have another content here than there, "
             f"first {changed[0]}; set memory.base=own"
         )

@@ -16,6 +16,7 @@ from typing import Any
 import peft
 import torch
 
+from cluster.errors import WrongInput
 from learner.config import ModelConfig, RunConfig
 from learner.model.adapter_config import HEAD, NOTE
 from learner.model.base import head_of, load_base
@@ -24,7 +25,7 @@ from learner.model.lora import POLICY, attach
 from learner.model.roles import without_head
 from learner.model.shared_base import no_views, refusal
 from rewards.config import adapters_of
-from rollout.data.weight_files import WeightsError, adapter_weights, model_weights
+from rollout.data.weight_files import adapter_weights, model_weights
 from rollout.data.weight_names import adapter_misfits, transformers_misfits
 from rollout.types import View
 from rollout.vllm.environment import required_env
@@ -70,7 +71,7 @@ def _weights(lm: Any, path: str, key: str = "model.path") -> list[str]:
     try:
         stored = model_weights(path, key)
         return [] if stored is None else transformers_misfits(path, key, stored, lm)
-    except WeightsError:  # said by learner.driver.input_checks
+    except WrongInput:  # said by learner.driver.input_checks
         return []
 
 
@@ -80,7 +81,7 @@ def _not_in_files(lm: Any, path: str) -> Iterator[str]:
 
     try:
         stored = model_weights(path)
-    except WeightsError:
+    except WrongInput:
         return
     if stored is not None and (wrong := missing_from(dict(lm.named_parameters()), stored, path)):
         yield wrong
@@ -90,7 +91,7 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
     """What of an adapter does not fit the layers that its own adapter_config.json names."""
     try:
         stored = adapter_weights(folder, key)
-    except WeightsError:  # said by learner.driver.input_checks
+    except WrongInput:  # said by learner.driver.input_checks
         return
     try:
         base = load_base(model, torch.device("meta"), lora=True)
@@ -125,7 +126,7 @@ def wrong_with_mapping(config: RunConfig) -> list[str]:
     try:
         stored = model_weights(config.model.source)
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
-    except (WeightsError, ValueError, OSError):  # said by learner.driver.input_checks and wrong_with
+    except (WrongInput, ValueError, OSError):  # said by learner.driver.input_checks and wrong_with
         return []
     if stored is None:  # not in this machine's cache
         return []

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cluster import machine
+from cluster.errors import WrongInput
 from learner.batch.micro_batch import Rows, WholeBatch, whole_batches
 from learner.config import ModelConfig
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig, LoraConfig, ScheduleConfig, rate_factor
@@ -29,10 +30,9 @@ from learner.trainer.memory_limit import OutOfMemory, TokenBudget, device_of
 from learner.trainer.optimizer import Updater
 from rollout.data import hub, sources
 from rollout.data.chat import Chat
-from rollout.data.files import Names, ProblemsError, Row
+from rollout.data.files import Names, Row
 from rollout.data.hub import ChatError
 from rollout.data.observation import MARKER, USER
-from rollout.data.weight_files import WeightsError
 from rollout.data.weight_names import check_model
 
 # Preference pairs for a reward model: rows of prompt, chosen and rejected, in TRL's preference format, as token ids.
@@ -44,11 +44,7 @@ Message = dict[str, str]
 PAIRS, EVAL = Names("pairs", "--split", others=""), Names("--eval", "--eval-split", others="")
 
 
-class PairsError(ValueError):
-    """Pairs that cannot be learned from; one line that says which, and what to do."""
-
-
-class NoPair(PairsError):
+class NoPair(WrongInput):
     """An answer is missing, or empty."""
 
 
@@ -72,7 +68,7 @@ def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = P
     A prompt may be a text or messages, the answers texts or messages that follow it, or whole conversations; without a
     prompt these begin alike. The two answers may be equal. Rows without one of them are left out, which is said.
 
-    Raises PairsError, and what rollout.data.sources raises (ProblemsError), which calls its arguments `names`.
+    Raises WrongInput, and what rollout.data.sources raises (WrongInput), which calls its arguments `names`.
     """
     end, pairs, wrong, empty = _end(chat), [], [], []
     rows = sources.read(path, split, {}, None, seed=0, names=names)
@@ -81,12 +77,12 @@ def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = P
             pairs.append(_pair(row, chat, end, f"{path}, row {number}"))
         except NoPair as error:
             empty.append(error)
-        except PairsError as error:
+        except WrongInput as error:
             wrong.append(error)
     if 2 * len(empty) >= len(rows):
         wrong = empty + wrong
     if len(wrong) > 1:
-        raise PairsError(f"{wrong[0]}; {len(wrong) - 1} other rows cannot be learned from either")
+        raise WrongInput(f"{wrong[0]}; {len(wrong) - 1} other rows cannot be learned from either")
     if wrong:
         raise wrong[0]
     if empty:
@@ -113,22 +109,22 @@ def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
     prompt = _messages(row.get("prompt") or [], "user", f"prompt of {where}")
     chosen, rejected = (_answer(row, name, prompt, where) for name in ("chosen", "rejected"))
     if not prompt and isinstance(row["chosen"], str):
-        raise PairsError(f"pairs: texts need a prompt beside them, {where} has none; add a column prompt")
+        raise WrongInput(f"pairs: texts need a prompt beside them, {where} has none; add a column prompt")
     while len(chosen) > 1 and len(rejected) > 1 and chosen[0] == rejected[0]:
         prompt, chosen, rejected = [*prompt, chosen[0]], chosen[1:], rejected[1:]
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if [message["role"] for message in answer] != ["assistant"]:
             roles = ", ".join(message["role"] for message in answer)
-            raise PairsError(
+            raise WrongInput(
                 f"pairs: behind what both have in common must stand one message of role assistant, {name} of {where} "
                 f"has the roles {roles}; take the row out"
             )
     if not prompt:
-        raise PairsError(f"pairs: each row must ask something, {where} has nothing before its answers; take it out")
+        raise WrongInput(f"pairs: each row must ask something, {where} has nothing before its answers; take it out")
     try:
         _, ids = chat.render(prompt)
     except ChatError as error:
-        raise PairsError(
+        raise WrongInput(
             f"pairs: the model must be able to read each prompt, and not that of {where} ({error})"
         ) from None
     answers = (_encoded(chat, f"{answer[0]['content']}{end}") for answer in (chosen, rejected))
@@ -141,7 +137,7 @@ def _answer(row: Row, name: str, prompt: Sequence[Message], where: str) -> list[
     if prompt and len(answer) > len(prompt) and answer[: len(prompt)] == list(prompt):
         answer = answer[len(prompt) :]
     if prompt and answer[0]["role"] != "assistant":
-        raise PairsError(
+        raise WrongInput(
             f"pairs: what follows the prompt must begin with role assistant, or be a conversation that begins with the "
             f"prompt's own messages; {name} of {where} begins with role {answer[0]['role']}; take the row out, or its "
             "prompt"
@@ -158,7 +154,7 @@ def _messages(value: Any, role: str, where: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not all(_is_message(one) for one in value):
-        raise PairsError(
+        raise WrongInput(
             f"pairs: must be a text or a list of {{role, content}} messages with texts, {where} is {str(value)[:80]!r}"
             "; repair it, or take the row out"
         )
@@ -199,7 +195,7 @@ class PairLearner:
     def learn(self, pairs: Sequence[Pair]) -> Judged:
         """One update; what the model said of these pairs before it.
 
-        Raises PairsError: one of them does not fit in memory. FloatingPointError: loss or gradient is not finite.
+        Raises WrongInput: one of them does not fit in memory. FloatingPointError: loss or gradient is not finite.
         """
         differences = self._over(pairs, partial(self._gradient, count=len(pairs)))
         judged = _judged(differences)
@@ -223,7 +219,7 @@ class PairLearner:
             return torch.cat(self._budget.run(partial(self._plan, pairs), work))
         except OutOfMemory:
             longest = max(pair.longest for pair in pairs)
-            raise PairsError(
+            raise WrongInput(
                 f"--max-length: two answers of {longest} tokens with their prompt must fit in memory, and do not; "
                 "lower it, set --checkpointing full or --base nf4, or take a smaller model"
             ) from None
@@ -315,10 +311,10 @@ def run(asked: RewardModelRequest) -> int:
         check_model(asked.model, "--model")
         train, held_out = _data(asked)
         _train(asked, train, held_out)
-    except (PairsError, ProblemsError, ChatError, ValueError, OSError, FloatingPointError) as error:
+    except (WrongInput, ValueError, OSError, FloatingPointError) as error:
         if made and asked.out.is_dir() and not any(asked.out.iterdir()):
             asked.out.rmdir()
-        told = str(error).splitlines() if isinstance(error, WeightsError) else [" ".join(str(error).split())]
+        told = str(error).splitlines() if isinstance(error, WrongInput) else [" ".join(str(error).split())]
         print("\n".join(f"error: {line}" for line in told), file=sys.stderr)
         return 2
     return 0
@@ -327,15 +323,15 @@ def run(asked: RewardModelRequest) -> int:
 def _data(asked: RewardModelRequest) -> tuple[list[Pair], list[Pair]]:
     """(pairs to learn from, held-out pairs): of those that are short enough."""
     if asked.out.exists() and (not asked.out.is_dir() or any(asked.out.iterdir())):
-        raise PairsError(f"--out: must be a new folder, {asked.out} is there already; give another")
+        raise WrongInput(f"--out: must be a new folder, {asked.out} is there already; give another")
     try:  # now, and not when all is learned
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PairsError(
+        raise WrongInput(
             f"--out: must be a folder that can be made, got {asked.out} ({error.strerror}); give another"
         ) from None
     if asked.eval_split is not None and asked.held_out is None:
-        raise PairsError("--eval-split: is of what --eval names, which is not given; give both")
+        raise WrongInput("--eval-split: is of what --eval names, which is not given; give both")
     chat = Chat.load(asked.model)
     pairs = _usable(read_pairs(asked.pairs, chat, asked.split), asked.max_length)
     if asked.held_out is not None:
@@ -345,7 +341,7 @@ def _data(asked: RewardModelRequest) -> tuple[list[Pair], list[Pair]]:
     apart = {prompts[i] for i in chosen}  # whole prompts: pairs of one prompt are much alike
     train, held_out = ([p for p in pairs if (p.prompt in apart) == away] for away in (False, True))
     if not held_out:
-        raise PairsError(
+        raise WrongInput(
             f"pairs: must have ten prompts or more, so that some are held out, got {len(prompts)}; give held-out pairs "
             "of their own with --eval"
         )
@@ -361,9 +357,9 @@ def _usable(pairs: list[Pair], longest: int) -> list[Pair]:
     if len(kept) < len(differ):
         print(f"{len(differ) - len(kept)} of {len(pairs)} pairs are longer than {longest} tokens and are left out")
     if not differ:
-        raise PairsError("pairs: must prefer one answer to another, and all have the same answer twice; give others")
+        raise WrongInput("pairs: must prefer one answer to another, and all have the same answer twice; give others")
     if not kept:
-        raise PairsError(f"--max-length: must leave pairs to learn from, all have more than {longest} tokens; raise it")
+        raise WrongInput(f"--max-length: must leave pairs to learn from, all have more than {longest} tokens; raise it")
     return kept
 
 

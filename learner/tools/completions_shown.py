@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from cluster.errors import WrongInput
 from cluster.telemetry import number
 from learner.driver.console import escaped
 from learner.tools.rollouts import RolloutsRequest
@@ -82,12 +83,8 @@ def _message(message: dict[str, Any]) -> Text:
 COLUMNS = ("group_id", "problem_id", "sample", "completion", "reward", "reward_status", "finish_reason", "worker")
 
 
-class RolloutsError(ValueError):
-    """There is nothing to show; one sentence says why."""
-
-
 def show(asked: RolloutsRequest) -> None:
-    """Prints those that were asked for. Raises RolloutsError where there are none."""
+    """Prints those that were asked for. Raises WrongInput where there are none."""
     file = _file(asked)
     rows = chosen(rows_of(file), asked)
     if asked.as_json:
@@ -97,26 +94,26 @@ def show(asked: RolloutsRequest) -> None:
 
 
 def chosen(rows: Sequence[dict[str, Any]], asked: RolloutsRequest) -> list[dict[str, Any]]:
-    """Those that were asked for. Raises RolloutsError where there are none."""
+    """Those that were asked for. Raises WrongInput where there are none."""
     if not rows:
-        raise RolloutsError("DIR: the step holds no completions; give another --step")
+        raise WrongInput("DIR: the step holds no completions; give another --step")
     if asked.best and asked.worst:
-        raise RolloutsError("--best: does not go with --worst; give one of them")
+        raise WrongInput("--best: does not go with --worst; give one of them")
     found = [row for row in rows if asked.problem in (None, row["problem_id"])]
     if not found:
         known = ", ".join(dict.fromkeys(row["problem_id"] for row in rows[:200]))
-        raise RolloutsError(
+        raise WrongInput(
             f"--problem: must be one of this step, {known[:300]}, got {asked.problem}; or give another --step"
         )
     if asked.sample is not None:
         most = max(row["sample"] for row in found)
         found = [row for row in found if row["sample"] == asked.sample]
         if not found:
-            raise RolloutsError(f"--sample: must be at most {most}, got {asked.sample}")
+            raise WrongInput(f"--sample: must be at most {most}, got {asked.sample}")
     if asked.best or asked.worst:
         scored = [row for row in found if row["reward"] is not None]
         if not scored:
-            raise RolloutsError("--best, --worst: none of these completions has a reward; leave it out to see why")
+            raise WrongInput("--best, --worst: none of these completions has a reward; leave it out to see why")
         return [(max if asked.best else min)(scored, key=lambda row: float(row["reward"]))]
     if asked.chooses or asked.as_json:
         return found
@@ -128,19 +125,19 @@ def _file(asked: RolloutsRequest) -> Path:
     folder = asked.folder / "rollouts" if (asked.folder / "rollouts").is_dir() else asked.folder
     files = {int(file.stem.removeprefix("step-")): file for file in ledger.steps(folder)}
     if not files:
-        raise RolloutsError(f"DIR: {asked.folder} holds no step-*.parquet; give the folder of a run that has begun")
+        raise WrongInput(f"DIR: {asked.folder} holds no step-*.parquet; give the folder of a run that has begun")
     if asked.step is not None and asked.step not in files:
-        raise RolloutsError(f"--step: must be one from {min(files)} to {max(files)} that is there, got {asked.step}")
+        raise WrongInput(f"--step: must be one from {min(files)} to {max(files)} that is there, got {asked.step}")
     return files[max(files) if asked.step is None else asked.step]
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """The completions of a step file, in its order, as they are shown. Raises RolloutsError."""
+    """The completions of a step file, in its order, as they are shown. Raises WrongInput."""
     try:
         table = whole(ledger.read(file))
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
-        raise RolloutsError(f"DIR: {file} cannot be read: {reason}; give another --step") from error
+        raise WrongInput(f"DIR: {file} cannot be read: {reason}; give another --step") from error
     columns = [
         *COLUMNS,
         "reward_error",

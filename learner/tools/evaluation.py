@@ -21,12 +21,13 @@ import pyarrow as pa
 
 from cluster.actor import RevivableActor
 from cluster.config import DeadlineConfig, RewardProcessConfig
+from cluster.errors import WrongInput
 from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig, generator_roles
 from learner.config.load import absolute
 from learner.driver.evaluate import accuracy_reward, generate, greedy, sampled, scores_of
-from learner.driver.failure import Findings, PreflightError
+from learner.driver.failure import Findings
 from learner.driver.input_checks import (
     Tried,
     adapter_notes,
@@ -41,7 +42,7 @@ from learner.driver.launch import CLOSE_S
 from learner.driver.machine_checks import check_placement
 from learner.driver.memory import Budgets, cards_present, settle, settled, size_for
 from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
-from learner.driver.preflight import PROBLEMS, Untokenised
+from learner.driver.preflight import Untokenised
 from learner.driver.roles import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_content, served
 from rewards.built_in.number import last_number, parse_number
@@ -253,8 +254,8 @@ class EvaluatedWorker:
 
 
 def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
-    """The adapter of a folder in PEFT's format, of that base; without one the model's own weights. Raises AdapterError,
-    WeightsError."""
+    """The adapter of a folder in PEFT's format, of that base; without one the model's own weights. Raises WrongInput,
+    WrongInput."""
     if adapter is None:
         return Weights.unchanged(0)
     check_served(adapter, "--adapter", base)
@@ -410,7 +411,7 @@ def evaluate(
         done: is told how many more completions there are, of how many in all; first of 0, as generation begins.
 
     Raises:
-        PreflightError: something given is wrong; one line per mistake.
+        WrongInput: something given is wrong; one line per mistake.
     """
     begun = time.perf_counter()
     config, problems, notes = _checked(config, held_out)
@@ -483,8 +484,8 @@ def _of(count: int, total: int) -> str:
 
 
 def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem], tuple[str, ...]]:
-    """The configuration with whole paths, the problems, and lines for the user. Raises PreflightError."""
-    found, config, notes = Findings(PROBLEMS), absolute(config), tuple[str, ...]()
+    """The configuration with whole paths, the problems, and lines for the user. Raises WrongInput."""
+    found, config, notes = Findings(), absolute(config), tuple[str, ...]()
     if config.env.use is None and not functions_of(config.rewards):
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
     found.of(check_accuracy, config)
@@ -507,7 +508,7 @@ def _held_out(config: RunConfig, chat: Renderer) -> list[Problem]:
     longest, deadline = config.rollout.max_prompt_length, config.cluster.deadlines.start
     _, problems = load(config.data, chat, longest, config.seed, deadline)
     if not problems:
-        raise PreflightError("data.eval.every: is 0, so nothing is held out; raise it, or name problems with --data")
+        raise WrongInput("data.eval.every: is 0, so nothing is held out; raise it, or name problems with --data")
     return problems
 
 
@@ -517,8 +518,8 @@ def _whole(config: RunConfig, chat: Renderer) -> list[Problem]:
 
 
 def _policy(adapter: str | None, config: RunConfig, chat: Chat, note: Callable[[str], None]) -> Adapter | Weights:
-    """Raises PreflightError."""
-    found = Findings(PROBLEMS)
+    """Raises WrongInput."""
+    found = Findings()
     policy = found.of(policy_of, adapter, config.model.source)
     for line in found.of(adapter_notes, adapter, "--adapter", config.model.path, chat) or ():
         note(line)

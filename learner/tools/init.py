@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.errors import WrongInput
 from cluster.files import writing
 from learner.driver import process
 from learner.main import Request, epilog
@@ -94,23 +95,19 @@ DEMO_SETTINGS = {"dtype": "float32", "prompt": 64, "completion": 64, "kv_cache":
 SETTINGS = {"dtype": "bfloat16", "prompt": 256, "completion": 256, "kv_cache": "auto", "rate": "2e-5"}
 
 
-class InitError(ValueError):
-    """The files cannot be written; one sentence says why."""
-
-
 def run(asked: InitRequest) -> int:
     """Exit code: 0; 2 where the files cannot be written, of which a sentence is printed."""
     process.streams_are_commentary()
     try:
         print(write(asked.folder, asked.model))
-    except InitError as error:
+    except WrongInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def write(folder: Path, model: str | None) -> str:
-    """Writes config.yaml, my_rewards.py and data.jsonl; what to do next. Raises InitError, before anything is written
+    """Writes config.yaml, my_rewards.py and data.jsonl; what to do next. Raises WrongInput, before anything is written
     where a file is there already."""
     if model is not None and Path(model).is_dir():  # which `model` would not be from inside of the folder
         model = str(Path(model).resolve())
@@ -121,14 +118,14 @@ def write(folder: Path, model: str | None) -> str:
         "data.jsonl": "".join(f"{json.dumps(row)}\n" for row in ROWS),
     }
     if there := [name for name in files if (folder / name).exists()]:
-        raise InitError(f"FOLDER: nothing is overwritten, and {folder} holds {', '.join(there)}; give another folder")
+        raise WrongInput(f"FOLDER: nothing is overwritten, and {folder} holds {', '.join(there)}; give another folder")
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (folder / name).write_text(text)
     except OSError as error:
-        raise InitError(f"FOLDER: {error.filename} cannot be written ({error.strerror}); give another") from None
+        raise WrongInput(f"FOLDER: {error.filename} cannot be written ({error.strerror}); give another") from None
     inside = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     return (
         f"wrote {', '.join(files)} in {folder.resolve()}\n"
@@ -146,5 +143,5 @@ def _demo() -> Path:
     except PackageNotFoundError:
         installed = []
     if not installed:
-        raise InitError(f"--model: the demo's model is not at {DEMO}; name a model")
+        raise WrongInput(f"--model: the demo's model is not at {DEMO}; name a model")
     return Path(str(installed[0].locate())).resolve().parent

@@ -3,23 +3,22 @@
 import sys
 from collections.abc import Callable
 
-from learner.config import load
+from cluster.errors import WrongInput
 from learner.driver import failure
-from learner.driver.preflight import PROBLEMS
 
 Kinds = tuple[type[Exception], ...]
 
 
-def reported(work: Callable[[], None], wrong: Kinds = (), failed: Kinds = ()) -> int:
+def reported(work: Callable[[], None], failed: Kinds = ()) -> int:
     """Exit code: 0; 1 if the work failed on the way; 2 if something given is wrong. What is wrong is printed.
 
-    wrong, failed: errors of this command alone whose text says it all; other failures are told with their story.
+    failed: errors of this command alone whose text says it all; other failures are told with their story.
     """
     try:
         work()
     except (Exception, BaseExceptionGroup) as several:
         cause = failure.first_of(several)
-        if isinstance(cause, (*PROBLEMS, load.ConfigError, *wrong, *failed)):
+        if isinstance(cause, (WrongInput, *failed)):
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 1 if isinstance(cause, failed) else 2
         text, code = failure.tell(cause, failure.AGAIN)

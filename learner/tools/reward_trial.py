@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import ValidationError
 
+from cluster.errors import WrongInput
 from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.config.load import ConfigError, absolute, load_config, parse_value, sentences
@@ -38,14 +39,10 @@ from rollout.config import DataConfig, parse_size
 from rollout.data import hub, sources
 from rollout.data.hub import ChatError, template_in
 from rollout.data.prompts import messages_of
-from rollout.data.sources import ProblemsError, Row
+from rollout.data.sources import Row
 from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole
 
 REFERENCES = ("answer", "ground_truth", "solution", "completion", "chosen")  # may hold what a right completion says
-
-
-class TrialError(ValueError):
-    """What was asked for cannot be tried."""
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ class Case:
 
 
 def read_cases(data: DataConfig, size: int, seed: int) -> list[Case]:
-    """The first `size` rows, in the order of the source. Raises ProblemsError."""
+    """The first `size` rows, in the order of the source. Raises WrongInput."""
     size = min(size, data.size or size)
     rows = sources.read(data.path, data.split, data.args, size, seed)
     name = sources.label(data.path, data.split)
@@ -77,27 +74,27 @@ def reference_column(row: Mapping[str, Any], rewards: Sequence[RewardConfig]) ->
 
 
 def reference_of(case: Case, template: str) -> str | None:
-    """What the template, or the column of that name, makes of the row; None where that is empty. Raises TrialError."""
+    """What the template, or the column of that name, makes of the row; None where that is empty. Raises WrongInput."""
     asked = f"{{{template}}}" if template in case.columns else template
     value = case.columns.get(template, "")
     if template in case.columns and (value is None or not str(value).strip()):
         return None
     try:
         (message,) = messages_of(case.columns, DataConfig(path="-", prompt=asked), case.id)
-    except ProblemsError as error:
-        raise TrialError(str(error).replace("data.prompt:", "--reference:")) from None
+    except WrongInput as error:
+        raise WrongInput(str(error).replace("data.prompt:", "--reference:")) from None
     return message["content"]
 
 
 def read_completions(file: Path) -> list[list[str]]:
     """Of each row its completions: a line is a text, a list of texts, or an object with `completion`, in JSON. Raises
-    TrialError."""
+    WrongInput."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise TrialError(f"--completions: {file} cannot be read ({error}); give a file of JSON lines") from None
+        raise WrongInput(f"--completions: {file} cannot be read ({error}); give a file of JSON lines") from None
     if not lines:
-        raise TrialError(f"--completions: {file} is empty; write a line for each row of the data")
+        raise WrongInput(f"--completions: {file} is empty; write a line for each row of the data")
     return [_texts(line, f"--completions: line {number} of {file}") for number, line in enumerate(lines, 1)]
 
 
@@ -109,7 +106,7 @@ def _texts(line: str, where: str) -> list[str]:
     found = found.get("completion") if isinstance(found, dict) else found
     texts = [found] if isinstance(found, str) else found
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise TrialError(
+        raise WrongInput(
             f'{where} must be in JSON a text, a list of texts or {{"completion": ...}}, got {line[:60]}; correct it'
         )
     return texts
@@ -315,10 +312,6 @@ WIDTH = 40
 SHOWN = 400  # characters of a completion
 
 
-class RescoreError(ValueError):
-    """The rollouts or the reward are not usable."""
-
-
 def rescore(
     use: str,
     folder: str,
@@ -334,19 +327,19 @@ def rescore(
     """
     files = ledger.steps(Path(folder))[-num_steps:]
     if not files:
-        raise RescoreError(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
+        raise WrongInput(f"--rollouts: {folder} holds no step-*.parquet; give the rollouts folder of a run")
     groups = [whole(group) for file in files for group in groups_of(_read(file))]
     if not groups:
-        raise RescoreError(f"--rollouts: the step files of {folder} hold no completions; give others")
+        raise WrongInput(f"--rollouts: the step files of {folder} hold no completions; give others")
     try:
         memory_bytes = size_of(memory)
         config = RewardConfig(use=use, timeout_s=timeout_s, args=dict(map(argument, arguments)), env=tuple(env))
         tried = try_rewards([config], group_of(groups[0]), memory_bytes)
         scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
-        raise RescoreError("; ".join(sentences(error, RewardConfig))) from None
+        raise WrongInput("; ".join(sentences(error, RewardConfig))) from None
     except (RewardError, ConfigError) as error:
-        raise RescoreError(str(error)) from None
+        raise WrongInput(str(error)) from None
     told = [*tried.notes, *prefilled_notes([config], group_of(groups[0]).prefilled)]
     return "\n".join([_report(use, files, groups, scores), *told])
 
@@ -356,26 +349,26 @@ def _read(file: Path) -> pa.Table:
         return ledger.read(file)
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
-        raise RescoreError(f"--rollouts: {file} cannot be read: {reason}; take it away") from error
+        raise WrongInput(f"--rollouts: {file} cannot be read: {reason}; take it away") from error
 
 
 def size_of(text: str | int) -> int:
-    """Bytes of what --memory says. Raises RescoreError."""
+    """Bytes of what --memory says. Raises WrongInput."""
     try:
         return parse_size(text)
     except ValueError as error:
-        raise RescoreError(f"--memory: {error}") from None
+        raise WrongInput(f"--memory: {error}") from None
 
 
 def argument(text: str) -> tuple[str, Any]:
-    """Of --arg. Raises RescoreError."""
+    """Of --arg. Raises WrongInput."""
     key, sign, value = text.partition("=")
     if not sign or not key:
-        raise RescoreError(f"--arg: must be written KEY=VALUE, got {text!r}")
+        raise WrongInput(f"--arg: must be written KEY=VALUE, got {text!r}")
     try:
         return key, parse_value(value)
     except ConfigError as error:
-        raise RescoreError(f"--arg: {error}") from None
+        raise WrongInput(f"--arg: {error}") from None
 
 
 async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes: int) -> list[Scores]:
@@ -431,9 +424,9 @@ ANY = RewardConfig(use="length", args={"target": 10**9})
 
 def generate(config: RunConfig, cases: Sequence[Case], count: int, note: Callable[[str], None]) -> None:
     """Adds to each case `count` completions, the first of them greedy; none to one whose prompt is too long and left
-    out. Starts a run's generators. Raises what learner.tools.evaluation.evaluate does, TrialError."""
+    out. Starts a run's generators. Raises what learner.tools.evaluation.evaluate does, WrongInput."""
     if config.env.use is not None:
-        raise TrialError(
+        raise WrongInput(
             f"--generate: the run's completions are trajectories of env.use: {config.env.use}; leave it out"
         )
     held_out = config.data.eval.model_copy(update={"reward": None})
@@ -457,14 +450,11 @@ class Meant:
     notes: list[str]
 
 
-WRONG = (TrialError, RescoreError, ConfigError, ProblemsError, RewardError, ChatError)
-
-
 def run(asked: RewardsTryRequest) -> int:
     """Exit code: 0; 1 if a reward function failed on data; 2 if something given is wrong, which is printed."""
     outcome: list[bool] = []
     if asked.generate:
-        code = reported(lambda: outcome.append(_tried(asked)), wrong=WRONG)
+        code = reported(lambda: outcome.append(_tried(asked)))
         return code or int(outcome[0])
     try:
         if asked.rollouts is None:
@@ -473,7 +463,7 @@ def run(asked: RewardsTryRequest) -> int:
         memory = DEFAULT_MEMORY if asked.memory is None else asked.memory
         wanted = timeout_s, asked.arg or (), asked.env or (), memory
         print(rescore(str(asked.reward), asked.rollouts, asked.steps or STEPS, *wanted))
-    except WRONG as error:
+    except WrongInput as error:
         print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         return 2
     return 0
@@ -486,7 +476,7 @@ def _tried(asked: RewardsTryRequest) -> bool:
     cases = _cases(asked, meant)
     if asked.generate:
         if meant.run is None:
-            raise TrialError("--generate: wants --config, which names the model; give it, or leave --generate out")
+            raise WrongInput("--generate: wants --config, which names the model; give it, or leave --generate out")
         generate(meant.run, cases, asked.generate, lambda line: print(line, file=sys.stderr))
     texts = Texts(meant.run.model.path, meant.data) if meant.run else Texts(None)
     memory = memory or (meant.run.rollout.reward_memory if meant.run else DEFAULT_MEMORY)
@@ -498,7 +488,7 @@ def _tried(asked: RewardsTryRequest) -> bool:
 
 
 def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
-    """reward: the one that is named before the options. Raises ConfigError, TrialError."""
+    """reward: the one that is named before the options. Raises ConfigError, WrongInput."""
     given = {"data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt}
     changed = {key: value for key, value in given.items() if value is not None}
     if asked.config is None:
@@ -506,7 +496,7 @@ def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
         try:
             data = DataConfig.model_validate(fields)
         except ValidationError as error:
-            raise TrialError("; ".join(sentences(error, DataConfig))) from None
+            raise WrongInput("; ".join(sentences(error, DataConfig))) from None
         assert reward is not None  # learner.tools.rewards_try has looked
         return Meant(None, data, functions_of([reward]), [])
     others = of_other_data() if asked.data is not None else []
@@ -520,7 +510,7 @@ def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
         same = [there for here, there in of_run if plain and reward.use in (here.use, here.name)]
         rewards = tuple(same[:1]) or functions_of([reward])
     if not rewards:
-        raise TrialError(f"rewards: {asked.config} names no reward function; name one before the options")
+        raise WrongInput(f"rewards: {asked.config} names no reward function; name one before the options")
     asks = [one.use for one in adapters_of(whole.rewards)] if reward is None else []
     notes = [f"reward models on the learner's base are not asked: {', '.join(asks)}"] if asks else []
     return Meant(whole, whole.data, rewards, notes)
@@ -545,7 +535,7 @@ def _cases(asked: RewardsTryRequest, meant: Meant) -> list[Case]:
 
 
 def _reward(asked: RewardsTryRequest) -> RewardConfig | None:
-    """Raises TrialError, RescoreError."""
+    """Raises WrongInput."""
     if asked.reward is None:
         return None
     args = dict(map(argument, asked.arg or ())) or None
@@ -553,4 +543,4 @@ def _reward(asked: RewardsTryRequest) -> RewardConfig | None:
     try:
         return RewardConfig(use=asked.reward, **{key: value for key, value in said.items() if value is not None})
     except ValidationError as error:
-        raise TrialError("; ".join(sentences(error, RewardConfig))) from None
+        raise WrongInput("; ".join(sentences(error, RewardConfig))) from None

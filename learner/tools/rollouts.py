@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.errors import WrongInput
 from learner.main import (
     Request,
     epilog,
@@ -59,7 +60,7 @@ def run(asked: RolloutsRequest) -> int:
 
     try:
         completions_shown.show(asked)
-    except completions_shown.RolloutsError as error:
+    except WrongInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from cluster import own_path
+from cluster.errors import WrongInput
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.driver.input_checks import check_served
-from learner.model.adapter_config import CONFIG_FILE, MODEL, AdapterError, read_content, served
+from learner.model.adapter_config import CONFIG_FILE, MODEL, read_content, served
 from learner.tools.as_trained import as_trained
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts
 from rollout.data import hub
 from rollout.data.hub import CONFIG, ChatError, read_json
-from rollout.data.weight_files import WeightsError, model_weights
+from rollout.data.weight_files import model_weights
 from rollout.data.weight_names import check_model, sizes_of
 from rollout.vllm.served import SERVER
 
@@ -31,7 +32,7 @@ CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does n
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
     """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had, and
-    what is wrong with weights (WeightsError, AdapterError, ChatError)."""
+    what is wrong with weights (WrongInput, ChatError)."""
     _check_free(host, port)
     _check_weights(run_dir)
     server = server_of(run_dir, host, port, more)
@@ -158,7 +159,7 @@ def _server(config: RunConfig, learned: Path) -> list[str]:
     model = str(learned) if learned.name == MODEL else config.model.source
     try:
         known = model_weights(model) is None or sizes_of(read_json(model, CONFIG)) is not None
-    except (WeightsError, ChatError):  # said by _check_weights
+    except WrongInput:  # said by _check_weights
         known = True
     return [SERVER] if known else [CHECKED_SERVER, model]
 
@@ -188,7 +189,7 @@ def _targets(adapter: Path) -> list[str]:
     """The last part of the names of the layers that it changes."""
     names = read_content(str(adapter), "RUN").get("target_modules")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise AdapterError(f"RUN: target_modules of {adapter / CONFIG_FILE} must be a list of layers; save it again")
+        raise WrongInput(f"RUN: target_modules of {adapter / CONFIG_FILE} must be a list of layers; save it again")
     return sorted({name.rpartition(".")[2] for name in names})
 
 

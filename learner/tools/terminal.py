@@ -17,9 +17,10 @@ from textual.events import Resize
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 
+from cluster.errors import WrongInput
 from learner.driver.console import escaped, sentence
-from learner.tools.completions_shown import RolloutsError, of_group, rows_of
-from learner.tools.report.run_folder import ReportError, Run, read_run
+from learner.tools.completions_shown import of_group, rows_of
+from learner.tools.report.run_folder import Run, read_run
 from learner.tools.report.summary import is_score, starts_of
 
 # The curves of a run as one line each.
@@ -116,7 +117,7 @@ class Listed:
 
 
 def groups_of(file: Path) -> list[Listed]:
-    """Of a step file, in its order. Raises RolloutsError."""
+    """Of a step file, in its order. Raises WrongInput."""
     groups = [list(rows) for _, rows in groupby(rows_of(file), key=lambda row: row["group_id"])]
     return [Listed(rows, [float(row["reward"]) for row in rows if row["reward"] is not None]) for rows in groups]
 
@@ -245,7 +246,7 @@ class RunApp(App[int]):
         """Reads the folder; a step that is being written is shown when it is whole."""
         try:
             run = await asyncio.to_thread(read_run, self._folder)
-        except (OSError, ReportError) as error:
+        except (OSError, WrongInput) as error:
             self._tell(str(error))
             return
         self._files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
@@ -290,7 +291,7 @@ class RunApp(App[int]):
         if step in self._files:
             try:
                 self._groups = await asyncio.to_thread(groups_of, self._files[step])
-            except RolloutsError as error:
+            except WrongInput as error:
                 self._tell(str(error))
         self._list_groups()
 
@@ -355,7 +356,7 @@ def show(run: Path) -> int:
     """Shows the run until its user leaves. Exit code: 0; 1 without a terminal; 2 where there is nothing to show."""
     try:
         read_run(run)
-    except ReportError as error:
+    except WrongInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not sys.stdout.isatty():

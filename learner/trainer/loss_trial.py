@@ -7,7 +7,8 @@ line on stdout.
 import json
 import sys
 
-from learner.algo.loss import SurrogateError, try_surrogate
+from cluster.errors import WrongInput
+from learner.algo.loss import try_surrogate
 from learner.algo.surrogates import LossConfig
 from learner.config import RunConfig
 
@@ -16,7 +17,7 @@ def wrong_with(loss: LossConfig) -> list[str]:
     """What is wrong with it, in one sentence; empty if nothing is."""
     try:
         try_surrogate(loss)
-    except SurrogateError as error:
+    except WrongInput as error:
         return [str(error)]
     return []
 

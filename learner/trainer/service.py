@@ -118,7 +118,7 @@ class TrainerService(Protocol):
         """Takes the base of the generator that has come in the place of the one before.
 
         Raises:
-            BaseNotShared: it is another base, or cannot be mapped.
+            WrongInput: it is another base, or cannot be mapped.
         """
 
     async def release_cache(self) -> None:

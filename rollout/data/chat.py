@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from cluster.child import forked
+from cluster.errors import WrongInput
 from rewards.text import opening_at_end
 from rollout.architecture import text_of
 from rollout.data.hub import (
@@ -26,7 +27,7 @@ from rollout.data.hub import (
 )
 from rollout.data.observation import MARKER, USER, Observations, TemplateRefuses
 from rollout.data.ordinary_text import meaningful
-from rollout.types import StopError, split
+from rollout.types import split
 
 # Runs a function that is not trusted to end, under a deadline, in a copy of this process that can be killed.
 
@@ -61,31 +62,27 @@ def _limit_memory() -> None:
 OURS = ("messages", "add_generation_prompt")
 
 
-class TemplateKwargsError(ValueError):
-    """data.chat_template_kwargs that would be ignored, or that contradict how prompts are rendered."""
-
-
 def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises TemplateKwargsError for a variable that the tokenizer's chat template does not read: jinja would ignore
+    """Raises WrongInput for a variable that the tokenizer's chat template does not read: jinja would ignore
     it without a word."""
     if not kwargs:
         return
     if not tokenizer.chat_template:
-        raise TemplateKwargsError(
+        raise WrongInput(
             f"data.chat_template_kwargs: needs a chat template, and this tokenizer has none (got {', '.join(kwargs)}); "
             "remove the key, or use an instruct model"
         )
     known = _variables(tokenizer) - set(OURS)
     for name in kwargs:
         if name in OURS:
-            raise TemplateKwargsError(
+            raise WrongInput(
                 f"data.chat_template_kwargs: {name} must not be set, since prompts are rendered with their messages "
                 "and the opening of the assistant's turn; remove it"
             )
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it reads {', '.join(sorted(known)) or 'none'}"
-            raise TemplateKwargsError(
+            raise WrongInput(
                 f"data.chat_template_kwargs: {name} must be a variable that the model's chat template reads, else it "
                 f"is ignored; {hint}"
             )
@@ -101,7 +98,7 @@ def _variables(tokenizer: Any) -> set[str]:
         environment = _compile_jinja_template(source).environment
         return find_undeclared_variables(environment.parse(source)) - set(environment.globals)
     except TemplateError as error:
-        raise TemplateKwargsError(f"model.path: the chat template must be valid jinja, and is not: {error}") from error
+        raise WrongInput(f"model.path: the chat template must be valid jinja, and is not: {error}") from error
 
 
 # What a chat template writes behind an assistant's message: the end of the policy's turn, found by rendering one.
@@ -231,7 +228,7 @@ class Chat:
         self._vocabulary, self._model_stops = vocabulary, tuple(stop_ids)
         try:
             check_kwargs(tokenizer, self._template_kwargs)
-        except TemplateKwargsError as error:
+        except WrongInput as error:
             raise ChatError(str(error)) from error
         if "strftime_now" in str(tokenizer.chat_template):  # else a group that begins at midnight has two prompts
             self._template_kwargs["strftime_now"] = datetime.now().strftime
@@ -482,7 +479,7 @@ class Chat:
         the other strings. Raises ChatError for a string that could never end one."""
         try:
             ids, others = split(self.tokenizer, strings)
-        except StopError as error:
+        except WrongInput as error:
             raise ChatError(str(error)) from error
         return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
 

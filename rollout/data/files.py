@@ -7,18 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.data.tables import (
-    PACKED,
-    CsvFile,
-    Packed,
-    ProblemsError,
-    Row,
-    Table,
-    csv_rows,
-    json_rows,
-)
+from cluster.errors import WrongInput
+from rollout.data.tables import PACKED, CsvFile, Packed, Row, Table, csv_rows, json_rows
 
-__all__ = ["DATA", "EVAL", "Names", "ProblemsError", "Row"]
+__all__ = ["DATA", "EVAL", "Names", "Row", "WrongInput"]
 
 FORMATS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".tsv": "csv", ".ndjson": "json",
@@ -60,7 +52,7 @@ def plain_name(path: str) -> str:
 
 
 def find(path: str, key: str) -> Path | None:
-    """The file or folder at `path`; None where the name can only be one of the hub. Raises ProblemsError.
+    """The file or folder at `path`; None where the name can only be one of the hub. Raises WrongInput.
 
     key: of the configuration, for the message.
     """
@@ -68,28 +60,28 @@ def find(path: str, key: str) -> Path | None:
         there = Path(path).expanduser()
         is_file, is_folder = there.is_file(), there.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ProblemsError(f"{key}: must be a path or a hub name, got {path[:80]!r} ({error})") from None
+        raise WrongInput(f"{key}: must be a path or a hub name, got {path[:80]!r} ({error})") from None
     if is_file and not is_file_name(path):
-        raise ProblemsError(
+        raise WrongInput(
             f"{key}: {path} is there, but its name must end in one of {', '.join(FORMATS)} (also with "
             f"{', '.join(PACKED)}); give it the ending of what is in it, or convert it"
         )
     if is_file or is_folder:
         return there
     if is_file_name(path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ProblemsError(f"{key}: file must exist, got {path}; {_near(there)}")
+        raise WrongInput(f"{key}: file must exist, got {path}; {_near(there)}")
     return None
 
 
 def matching(pattern: str, key: str) -> list[Path]:
-    """The files that fit a pattern such as data/*.jsonl, by name. Raises ProblemsError if there are none, or others."""
+    """The files that fit a pattern such as data/*.jsonl, by name. Raises WrongInput if there are none, or others."""
     there = sorted(Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))
     found = [file for file in there if file.is_file()]
     if not found:
-        raise ProblemsError(f"{key}: must fit at least one file, and none fits {pattern}; correct it")
+        raise WrongInput(f"{key}: must fit at least one file, and none fits {pattern}; correct it")
     others = [file.name for file in found if not is_file_name(file.name)]
     if others:
-        raise ProblemsError(
+        raise WrongInput(
             f"{key}: {pattern} must fit files that end in one of {', '.join(FORMATS)}, and fits {others[0]}, too; "
             "write the ending into it"
         )
@@ -107,22 +99,22 @@ def read_files(
     """The first `size` rows of a split of files of one kind: all of them are `train`, a part is for example
     `train[:100]`.
 
-    Raises ProblemsError, and of CSV and Parquet whatever the library says.
+    Raises WrongInput, and of CSV and Parquet whatever the library says.
     """
     split = split or "train"
     if split.partition("[")[0] != "train":
-        raise ProblemsError(
+        raise WrongInput(
             f"{names.split}: the one split of a file is train, or a part of it such as train[:100]; got {split!r}"
         )
     kinds = {FORMATS[_format(file.name)]: file.name for file in files}
     if len(kinds) > 1:
-        raise ProblemsError(
+        raise WrongInput(
             f"{names.path}: files that are read together must be of one kind, got {' and '.join(kinds.values())}; name "
             "one of them, or one kind"
         )
     if "json" in kinds:
         if args:
-            raise ProblemsError(f"data.args: a JSON file takes none, got {', '.join(args)}; leave it out")
+            raise WrongInput(f"data.args: a JSON file takes none, got {', '.join(args)}; leave it out")
         found = ((file, packing_of(file.name), _format(file.name) in LINES) for file in files)
         return part_of(read_json(found, names, size if split == "train" else None), split, size, names)
     if "csv" in kinds:
@@ -199,12 +191,12 @@ def read_saved(
 ) -> Sequence[Row]:
     """The first `size` rows of one split of a folder of save_to_disk; a data set without splits is `train`.
 
-    Raises ProblemsError.
+    Raises WrongInput.
     """
     import datasets
 
     if args:
-        raise ProblemsError(f"data.args: a folder of save_to_disk takes none, got {', '.join(args)}; leave it out")
+        raise WrongInput(f"data.args: a folder of save_to_disk takes none, got {', '.join(args)}; leave it out")
     found = datasets.load_from_disk(str(folder))
     splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
     split = split or (names.usual if len(splits) > 1 else next(iter(splits)))
@@ -222,11 +214,9 @@ def slice_of(split: str, sizes: Mapping[str, int], names: Names) -> tuple[str, i
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(sizes))
     except (ValueError, AssertionError) as error:
         said = " ".join(str(error).split())
-        raise ProblemsError(f"{names.split}: {said}; write for example train or train[:100], got {split!r}") from None
+        raise WrongInput(f"{names.split}: {said}; write for example train or train[:100], got {split!r}") from None
     if len(parts) != 1:
-        raise ProblemsError(
-            f"{names.split}: must be one part of one split, got {split!r}; write for example train[:100]"
-        )
+        raise WrongInput(f"{names.split}: must be one part of one split, got {split!r}; write for example train[:100]")
     first, last = parts[0].from_ or 0, parts[0].to
     return parts[0].splitname, first, sizes[parts[0].splitname] if last is None else last
 

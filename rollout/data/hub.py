@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from cluster.errors import WrongInput
 from cluster.reading import MIB, Unreadable, read_mapping, read_text
 from rollout.data.files import is_file_name, is_pattern
 
@@ -21,7 +22,7 @@ from rollout.data.files import is_file_name, is_pattern
 # What the parts of Chat raise.
 
 
-class ChatError(ValueError):
+class ChatError(WrongInput):
     """A tokenizer or a conversation that cannot be used; the message says which, why, and what to do."""
 
 

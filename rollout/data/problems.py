@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cluster.errors import WrongInput
 from rollout.config import DataConfig
 from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
@@ -27,7 +28,7 @@ from rollout.data.files import Names
 from rollout.data.hub import ChatError
 from rollout.data.prompts import messages_of, prompts_of
 from rollout.data.sources import Pace
-from rollout.data.tables import ProblemsError, Row
+from rollout.data.tables import Row
 from rollout.schema import Problem
 
 # Which problems were issued, are done, or must be issued again: the data ledger of a run.
@@ -143,7 +144,7 @@ class Stock:
     Attributes:
         kinds: one prompt of each kind.
 
-    Raises ProblemsError: a row is wrong. ChatError: the template refuses a conversation.
+    Raises WrongInput: a row is wrong. ChatError: the template refuses a conversation.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Stock:
 
     def fitting(self, places: Places, longest: int, tools: int = 0, overlong: str | None = None) -> Places:
         """Those of the prompts that fit. tools: tokens of an environment's tools. overlong: see data.overlong, which it
-        is if not given. Raises ProblemsError."""
+        is if not given. Raises WrongInput."""
         most = np.asarray(self._most)
         unsure = places[(most[places] + tools > longest) & ~self._exact[places]]
         pace = Pace(len(unsure), self._deadline_s)
@@ -216,9 +217,9 @@ class Stock:
         check_fitting(sizes, refused, overlong or self._config.overlong, longest, tools, self.name)
         return places[fits]
 
-    def _late(self, late: str) -> ProblemsError:
+    def _late(self, late: str) -> WrongInput:
         size = self._names.size
-        return ProblemsError(f"{size}: tokenising {late} (cluster.deadlines.start); lower {size}")
+        return WrongInput(f"{size}: tokenising {late} (cluster.deadlines.start); lower {size}")
 
     def _rendered(self, index: int, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         try:
@@ -231,7 +232,7 @@ class Stock:
         for index in range(0, len(self._rows), max(len(self._rows) // FIRST, 1)):
             try:
                 messages = messages_of(self._rows[index], self._config, "")
-            except ProblemsError:
+            except WrongInput:
                 continue
             yield from (said["content"] for said in messages)
 
@@ -352,7 +353,7 @@ def classes(*several: tuple[Stock, Places]) -> list[Places]:
 
 
 def check_fitting(sizes: Places, refused: Iterable[str], overlong: str, longest: int, tools: int, name: str) -> None:
-    """Of prompts of these sizes, in tokens. refused: ids of those that are too long. Raises ProblemsError if there are
+    """Of prompts of these sizes, in tokens. refused: ids of those that are too long. Raises WrongInput if there are
     such, unless they may be left out, which is said."""
     too_long = int((sizes > longest).sum())
     if not too_long:
@@ -362,14 +363,14 @@ def check_fitting(sizes: Places, refused: Iterable[str], overlong: str, longest:
         log.warning("%s: dropped %d of %d prompts of over %d tokens%s", name, too_long, len(sizes), longest, told)
         return
     first = [id for id, _ in zip(refused, range(5), strict=False)]
-    raise ProblemsError(
+    raise WrongInput(
         f"rollout.max_prompt_length: every prompt must fit into {longest} tokens{told}, and {too_long} of "
         f"{len(sizes)} do not ({', '.join(first)}{', ...' if too_long > 5 else ''}; the longest has {sizes.max()}); "
         f"set rollout.max_prompt_length: {sizes.max()}, or data.overlong: drop"
     )
 
 
-__all__ = ["Problems", "ProblemsError", "Renderer", "load"]
+__all__ = ["Problems", "Renderer", "WrongInput", "load"]
 
 
 class Problems:
@@ -390,7 +391,7 @@ class Problems:
 
     def fitting(self, config: DataConfig, longest: int, tools: int) -> "Problems":
         """Those whose prompt fits, with so many tokens more for an environment's tools; see data.overlong. Raises
-        ProblemsError."""
+        WrongInput."""
         places = self._stock.fitting(self._places, longest, tools, config.overlong)
         return Problems(self._stock, places, longest - tools, self._seed)
 
@@ -399,13 +400,13 @@ class Problems:
         return iter(self._stock.kinds.values())
 
     def at(self, position: int) -> Problem:
-        """The problem at this position, counted over epochs from 0. Raises ProblemsError if its prompt is longer than
+        """The problem at this position, counted over epochs from 0. Raises WrongInput if its prompt is longer than
         it was held to be: what tells that before a run is no proof for every tokenizer."""
         epoch, place = divmod(position, len(self._places))
         index = place if self._seed is None else int(_order(self._seed, epoch, len(self._places))[place])
         item = self._stock.item(int(self._places[index]))
         if len(item.prompt_ids) > self._longest:
-            raise ProblemsError(
+            raise WrongInput(
                 f"rollout.max_prompt_length: every prompt must fit into {self._longest} tokens, and {item.id} has "
                 f"{len(item.prompt_ids)}, more than its words have; set it to {len(item.prompt_ids)}, or take that row "
                 "out"
@@ -421,7 +422,7 @@ def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
 def load(
     config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
 ) -> tuple[Problems, list[Problem]]:
-    """Training problems, and the held-out ones for evaluation (none where `eval.every` is 0). Raises ProblemsError.
+    """Training problems, and the held-out ones for evaluation (none where `eval.every` is 0). Raises WrongInput.
 
     Held-out problems come from `eval.path`, or from `eval.split` of `path`; where both are null, from a reasoning_gym
     task with another seed, and from any other source as a seeded choice of a tenth of its distinct prompts, at most
@@ -453,7 +454,7 @@ def load(
     else:
         _check_apart(int((~new).sum()), len(kept), config)
     if not len(kept):
-        raise ProblemsError(
+        raise WrongInput(
             f"data.eval: {path} must have questions that training lacks, and all {len(candidates)} generated ones "
             "occur in training; lower data.size, or widen the task in data.args"
         )
@@ -493,7 +494,7 @@ def _hold_out(stock: Stock, places: Places, config: DataConfig, seed: int) -> tu
         log.warning("data.path: holds one prompt, however often, so that none is held out and nothing is evaluated")
         return places, places[:0]
     if len(distinct) < 2:
-        raise ProblemsError(
+        raise WrongInput(
             "data.path: must hold at least 2 different prompts, since some are held out for evaluation, got 1; "
             "set data.eval.path, or data.eval.every: 0"
         )
@@ -503,7 +504,7 @@ def _hold_out(stock: Stock, places: Places, config: DataConfig, seed: int) -> tu
 
 
 def _check_apart(known: int, held_out: int, config: DataConfig) -> None:
-    """Raises ProblemsError if evaluation would score what was trained on: the same source, or one without a new prompt.
+    """Raises WrongInput if evaluation would score what was trained on: the same source, or one without a new prompt.
     Single prompts in both are only warned of: other people's splits have them. known: how many of the held-out prompts
     are in the training data."""
     here, there = (Path(path).expanduser().resolve() for path in (config.path, config.eval.path or config.path))
@@ -511,7 +512,7 @@ def _check_apart(known: int, held_out: int, config: DataConfig) -> None:
     same = here == there and (config.eval.split or (config.split if there.exists() else "test")) == config.split
     told = f"{known} of {held_out} held-out problems are in the training data"
     if known and (same or known == held_out):
-        raise ProblemsError(
+        raise WrongInput(
             f"data.eval: held-out problems must not be trained on, and {told} ({config.eval.path or config.path}); "
             "give another file or split, or leave data.eval.path out: then a tenth of the training problems is held out"
         )

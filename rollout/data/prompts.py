@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from cluster.errors import WrongInput
 from rollout.config import DataConfig
-from rollout.data.files import ProblemsError, Row
+from rollout.data.files import Row
 
 log = logging.getLogger("rollout")
 
@@ -18,13 +19,13 @@ CONVERSIONS: dict[str, Callable[[object], str]] = {"r": repr, "s": str, "a": asc
 TOO_WIDE = re.compile(r"[0-9]{5}|[{}]")  # in a format: would make texts of any length
 
 
-class NoPrompt(ProblemsError):
+class NoPrompt(WrongInput):
     """The row has none: null, or nothing but white space."""
 
 
 def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
     """Each row's index and conversation; messages call it `<name>-<index>`. Rows without a prompt, which data sets of
-    the hub have, are left out with a warning; raises ProblemsError where those are half or more, or a row is wrong."""
+    the hub have, are left out with a warning; raises WrongInput where those are half or more, or a row is wrong."""
     empty: list[NoPrompt] = []
     for index, row in enumerate(rows):
         try:
@@ -40,7 +41,7 @@ def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[t
 
 
 def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]]:
-    """The conversation that `data.prompt` and `data.system` make of a row. Raises ProblemsError, NoPrompt of an empty
+    """The conversation that `data.prompt` and `data.system` make of a row. Raises WrongInput, NoPrompt of an empty
     one.
 
     where: names the row in messages.
@@ -56,20 +57,20 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else _turns(value, where)
     said = [bool(turn["content"].strip()) for turn in _asking(turns or [])]
     if not turns or not all(said):
-        kind = NoPrompt if value is None or (turns is not None and not any(said)) else ProblemsError
+        kind = NoPrompt if value is None or (turns is not None and not any(said)) else WrongInput
         raise kind(
             f"data.prompt: {config.prompt!r} must give a text or a list of {{role, content}} messages, not empty; "
             f"{where} gives {repr(value)[:80]}; name another column, or repair that row"
         )
     if turns[-1]["role"] == "assistant":
-        raise ProblemsError(
+        raise WrongInput(
             f"data.prompt: {config.prompt!r} must end before the answer, and {where} ends with an assistant's message, "
             "which the policy would read before it writes its own; name a column without it, or take it out"
         )
     if config.system is None:
         return turns
     if turns[0]["role"] == "system":
-        raise ProblemsError(
+        raise WrongInput(
             f"data.system: must be null where the data brings its own system message, and {where} does; "
             "remove one of them"
         )
@@ -78,7 +79,7 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
 
 def check_column(columns: Row, prompt: str) -> None:
     """Whether there is the column that data.prompt names, if it is a name and no template, whatever is in it. Raises
-    ProblemsError."""
+    WrongInput."""
     if prompt.isidentifier() and prompt not in columns:
         _prompt(columns, prompt)
 
@@ -99,7 +100,7 @@ def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
         if "content" not in message or not isinstance(message["content"], str | list | None):
             return None
         if message.get("tool_calls"):
-            raise ProblemsError(f"data.prompt: {where} has tool_calls, which are not supported; take them out")
+            raise WrongInput(f"data.prompt: {where} has tool_calls, which are not supported; take them out")
         turns.append({"role": message["role"], "content": _text(message.get("content"), where)})
     return turns
 
@@ -114,7 +115,7 @@ def _text(content: Any, where: str) -> str:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ProblemsError(
+            raise WrongInput(
                 f"data.prompt: content parts must be {{type: text, text: ...}}, and {where} has one of type {kind!r}; "
                 "take it out, since only text is trained on"
             )
@@ -129,7 +130,7 @@ def _prompt(row: Row, prompt: str) -> Any:
     try:
         parts = list(string.Formatter().parse(prompt))
     except ValueError as error:
-        raise ProblemsError(
+        raise WrongInput(
             f"data.prompt: must be a column or a template such as 'Solve: {{question}}', got {prompt!r} ({error}); "
             "write a literal brace twice"
         ) from error
@@ -149,7 +150,7 @@ def _prompt(row: Row, prompt: str) -> Any:
 def _formatted(value: Any, field: str, spec: str, conversion: str | None) -> str:
     if isinstance(value, Mapping):
         names = ", ".join(map(str, value))
-        raise ProblemsError(
+        raise WrongInput(
             f"data.prompt: {{{field}}} must be a text or a number, and it is a mapping of {names}; write for example "
             f"{{{field}[{next(iter(value), 'text')}]}}"
         )
@@ -160,7 +161,7 @@ def _formatted(value: Any, field: str, spec: str, conversion: str | None) -> str
         return format(converted, spec)
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         as_written = f"!{conversion}" * (conversion is not None) + f":{spec}"
-        raise ProblemsError(
+        raise WrongInput(
             f"data.prompt: {{{field}}} cannot be written as {as_written!r} ({error}); write {{{field}}}"
         ) from None
 
@@ -173,7 +174,7 @@ def _column(row: Row, field: str) -> Any:
     steps = field[len(first) :]
     if first not in row or "".join(match[0] for match in PART.finditer(steps)) != steps:
         near = get_close_matches(field, row, n=1)
-        raise ProblemsError(
+        raise WrongInput(
             f"data.prompt: must be a column or a template over columns, and there is no column {field!r}; columns "
             f"are {', '.join(row)}" + (f"; did you mean {near[0]!r}?" if near else "; name one of them")
         )
@@ -188,7 +189,7 @@ def _column(row: Row, field: str) -> Any:
             return None
         else:
             there = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"is {_kind(value)}"
-            raise ProblemsError(f"data.prompt: there is no {name!r} in {field!r}: what it is looked for in {there}")
+            raise WrongInput(f"data.prompt: there is no {name!r} in {field!r}: what it is looked for in {there}")
     return value
 
 

@@ -9,13 +9,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cluster.errors import WrongInput
 from rewards.built_in import reasoning_gym
-from rewards.config import SecretError, resolved, scrubbed
+from rewards.config import resolved, scrubbed
 from rollout.config import EPISODE, OWN
 from rollout.data import files
 from rollout.data.files import DATA, FORMATS, LINES, Names, cut, is_file_name, packing_of, read_json
 from rollout.data.hub import switched_off
-from rollout.data.tables import CsvFile, Packed, ProblemsError, Row, Table, csv_rows
+from rollout.data.tables import CsvFile, Packed, Row, Table, csv_rows
 
 # Tells early whether many small pieces of work will be done by their deadline.
 
@@ -66,7 +67,7 @@ class _Raw(NamedTuple):
 
 
 def read_data_set(path: str, split: str, args: Mapping[str, Any], size: int | None, names: Names) -> Sequence[Row]:
-    """The first `size` rows of a split, or of a part of it. Raises whatever the library says, and ProblemsError of a
+    """The first `size` rows of a split, or of a part of it. Raises whatever the library says, and WrongInput of a
     file that cannot be read."""
     import datasets
 
@@ -201,7 +202,7 @@ def _suffix(name: str) -> str:
     return Path(name.removesuffix(packing_of(name))).suffix
 
 
-__all__ = ["GENERATED", "ProblemsError", "Row", "first_rows", "is_made", "label", "other_seed", "read"]
+__all__ = ["GENERATED", "Row", "WrongInput", "first_rows", "is_made", "label", "other_seed", "read"]
 
 
 GENERATED = "rg:"
@@ -218,7 +219,7 @@ def read(
     names: Names = DATA,
     deadline_s: float = DEADLINE_S,
 ) -> Sequence[Row]:
-    """The first `size` rows of a source, which are read by their positions. Raises ProblemsError.
+    """The first `size` rows of a source, which are read by their positions. Raises WrongInput.
 
     Args:
         path: `rg:<task>`, `env:own`, a file (files.FORMATS), a pattern of files, a folder, or a hub name.
@@ -231,23 +232,18 @@ def read(
         names: what messages call them.
         deadline_s: seconds for making the problems of a task.
     """
-    try:
-        args = resolved(args, "data.args")
-    except SecretError as error:
-        raise ProblemsError(str(error)) from None
+    args = resolved(args, "data.args")
     rows: Sequence[Row]
     if path == OWN:
         rows = _episodes(split, args, size or GENERATED_SIZE, names)
     elif path.startswith(GENERATED):
         if split not in (None, "train"):
-            raise ProblemsError(f"{names.split}: a reasoning_gym task has no splits, got {split!r}; leave it out")
+            raise WrongInput(f"{names.split}: a reasoning_gym task has no splits, got {split!r}; leave it out")
         rows = _generate(path.removeprefix(GENERATED), args, size or GENERATED_SIZE, seed, names, deadline_s)
     else:
         rows = _read_dataset(path, split, args, size, names)
     if not rows:
-        raise ProblemsError(
-            f"{names.path}: must hold at least one problem, got none from {path}; check the file or split"
-        )
+        raise WrongInput(f"{names.path}: must hold at least one problem, got none from {path}; check the file or split")
     return rows
 
 
@@ -255,7 +251,7 @@ def first_rows(
     path: str, split: str | None, args: Mapping[str, Any], size: int | None, names: Names = DATA
 ) -> files.Beginning:
     """A few rows from the beginning of files that are here, if they can be told soon, however long these are; none of
-    the hub, of a folder or of a task. size: as of read. Raises ProblemsError of what is there no file, or cannot be
+    the hub, of a folder or of a task. size: as of read. Raises WrongInput of what is there no file, or cannot be
     read."""
     if is_made(path):
         return files.Beginning()
@@ -264,9 +260,7 @@ def first_rows(
     found = several or ([local] if local is not None and local.is_file() else [])
     try:
         return files.beginning(found, split, resolved(args, "data.args"), size, names) if found else files.Beginning()
-    except SecretError as error:
-        raise ProblemsError(str(error)) from None
-    except ProblemsError:
+    except WrongInput:
         raise
     except Exception as error:  # what `read` will say of it
         log.debug("%s: no first rows of %s (%r)", names.path, path, error)
@@ -301,18 +295,18 @@ def _read_dataset(
         if local is not None and files.is_saved(local):
             return files.read_saved(local, split, args, size, names)
         return read_data_set(path if local is None else str(local), split or names.usual, args, size, names)
-    except ProblemsError:
+    except WrongInput:
         raise
     except StopIteration:  # how datasets 5 meets a file without a line
         return []
     except ConnectionError as error:  # huggingface_hub's OfflineModeIsEnabled is one
-        raise ProblemsError(
+        raise WrongInput(
             f"{names.path}: {path} is neither a file or folder here nor in the hub's cache, and the hub cannot be "
             "reached; download it where there is a network, or give a file"
         ) from error
     except Exception as error:  # readers of files that anybody may have written raise what they like
         said = scrubbed(_first_line(error.__cause__ or error), args)
-        raise ProblemsError(
+        raise WrongInput(
             f"{names.path}: {path} (split {split or names.usual}{_named(args)}) cannot be read: {said}; check the "
             f"name, {names.split}{names.others}"
         ) from error
@@ -327,20 +321,18 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
     try:
         factory = reasoning_gym.task_factory(task)
     except ImportError as error:
-        raise ProblemsError(
+        raise WrongInput(
             f"data.path: rg:{task} needs reasoning_gym, which cannot be imported ({error}); run make setup, or "
             "pip install 'gleaner-rl[demo]'"
         ) from error
     if task not in factory.DATASETS:
         tasks = factory.DATASETS
         near = ", ".join(get_close_matches(task, tasks, n=3)) or f"{len(tasks)} tasks, see reasoning_gym"
-        raise ProblemsError(
-            f"data.path: rg: must be followed by a task of reasoning_gym, got {task!r}; nearest: {near}"
-        )
+        raise WrongInput(f"data.path: rg: must be followed by a task of reasoning_gym, got {task!r}; nearest: {near}")
     try:
         made = factory.create_dataset(task, size=size, seed=seed, **args)
     except Exception as error:  # the task's own, about values that it did not expect
-        raise ProblemsError(
+        raise WrongInput(
             f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: "
             f"{scrubbed(_first_line(error), args)}; "
             "correct data.args"
@@ -350,16 +342,16 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
     for index in range(size):
         rows.append(_generated(made[index]))
         if late := pace.late(index + 1):
-            raise ProblemsError(f"{names.size}: {late} (cluster.deadlines.start); lower {names.size}")
+            raise WrongInput(f"{names.size}: {late} (cluster.deadlines.start); lower {names.size}")
     return rows
 
 
 def _episodes(split: str | None, args: Mapping[str, Any], size: int, names: Names) -> list[Row]:
     """Numbers alone; those of evaluation are others."""
     if split not in (None, "train"):
-        raise ProblemsError(f"{names.split}: an environment's own problems have no splits, got {split!r}; leave it out")
+        raise WrongInput(f"{names.split}: an environment's own problems have no splits, got {split!r}; leave it out")
     if args:
-        raise ProblemsError(f"data.args: env:own takes none, got {', '.join(args)}; set env.args")
+        raise WrongInput(f"data.args: env:own takes none, got {', '.join(args)}; set env.args")
     first = 0 if names is DATA else other_seed(0)
     return [{EPISODE: first + number} for number in range(size)]
 

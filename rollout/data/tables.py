@@ -21,6 +21,8 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
 
+from cluster.errors import WrongInput
+
 # Where the rows of a source lie once it is read: a million of them take no more memory than some thousands, and each
 # is read by its position.
 
@@ -30,10 +32,6 @@ Row = dict[str, Any]
 MEMORY = 2**25  # bytes; more lies in a file without a name in the folder for temporary files
 BLOCK = 64  # rows that are written and read together
 MAX_DEPTH = 64  # of a row's lists and mappings: what a reward process and Arrow take
-
-
-class ProblemsError(ValueError):
-    """Problems that cannot be trained on; one line that says which, why, and what to do."""
 
 
 class _ByPosition(Sequence[Row], ABC):
@@ -66,7 +64,7 @@ class Packed(_ByPosition):
         self._values: dict[str, Callable[[Any], Any]] = {}
 
     def add(self, row: Row) -> None:
-        """One more row, which must not be changed afterwards. Raises ProblemsError if there is no room for it."""
+        """One more row, which must not be changed afterwards. Raises WrongInput if there is no room for it."""
         if row.keys() != self._columns.keys():
             self._columns |= dict.fromkeys(row)
         self._last.append(row)
@@ -78,7 +76,7 @@ class Packed(_ByPosition):
         try:
             self._blocks.write(block)
         except OSError as error:
-            raise ProblemsError(
+            raise WrongInput(
                 f"data: what was read must fit into the folder for temporary files, {tempfile.gettempdir()} "
                 f"({error.strerror}); free some of its disk, or name another folder by TMPDIR"
             ) from error
@@ -142,14 +140,14 @@ class Table(_ByPosition):
 
 
 def checked(value: Any, where: str) -> Row:
-    """A row, if Arrow, a reward process and a tokenizer can take it. Raises ProblemsError, which says `where` it is."""
+    """A row, if Arrow, a reward process and a tokenizer can take it. Raises WrongInput, which says `where` it is."""
     if not isinstance(value, dict):
-        raise ProblemsError(f"{where} must be a mapping of columns, got {type(value).__name__}; correct it")
+        raise WrongInput(f"{where} must be a mapping of columns, got {type(value).__name__}; correct it")
     waiting: list[tuple[Any, int]] = [(value, 0)]
     while waiting:
         part, depth = waiting.pop()
         if depth > MAX_DEPTH:
-            raise ProblemsError(f"{where} is nested more than {MAX_DEPTH} deep; take levels out")
+            raise WrongInput(f"{where} is nested more than {MAX_DEPTH} deep; take levels out")
         if isinstance(part, dict):
             waiting += [(item, depth + 1) for pair in part.items() for item in pair]
         elif isinstance(part, list):
@@ -158,7 +156,7 @@ def checked(value: Any, where: str) -> Row:
             try:
                 part.encode()
             except UnicodeEncodeError:
-                raise ProblemsError(f"{where} holds half a surrogate pair, which is no text; correct it") from None
+                raise WrongInput(f"{where} holds half a surrogate pair, which is no text; correct it") from None
     return value
 
 
@@ -186,7 +184,7 @@ def json_rows(file: Path, packing: str, named: str, *, lines: bool, field: str |
         lines: it holds an object a line for certain; else it may be an array.
         field: of the one object that the file is, where in it the rows lie.
 
-    Raises ProblemsError: it cannot be read.
+    Raises WrongInput: it cannot be read.
     """
     number = 1
     try:
@@ -203,15 +201,15 @@ def json_rows(file: Path, packing: str, named: str, *, lines: bool, field: str |
                     yield _row(text, named, number)
     except UnicodeDecodeError as error:
         wrong = f"0x{error.object[error.start]:02x}"
-        raise ProblemsError(f"{named} line {number} must be UTF-8, got the byte {wrong}; save it as UTF-8") from None
+        raise WrongInput(f"{named} line {number} must be UTF-8, got the byte {wrong}; save it as UTF-8") from None
     except RecursionError:
-        raise ProblemsError(f"{named} line {number} is nested too deep; take levels out") from None
+        raise WrongInput(f"{named} line {number} is nested too deep; take levels out") from None
     except (ValueError, EOFError, OSError) as error:  # OSError: no gzip file, though its name says so
-        if isinstance(error, ProblemsError):
+        if isinstance(error, WrongInput):
             raise
         plain = f"{error.msg} character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
         said = " ".join(plain.split())[:200]
-        raise ProblemsError(f"{named} line {number} cannot be read: {said}; correct it") from None
+        raise WrongInput(f"{named} line {number} cannot be read: {said}; correct it") from None
 
 
 def _begins_array(stream: Any) -> bool:
@@ -253,7 +251,7 @@ def _in_field(whole: str, field: str, named: str) -> Iterator[Row]:
     content = json.loads(whole)
     if not isinstance(content, dict) or field not in content:
         there = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise ProblemsError(f"{named} must hold {field!r} (data.args: field), got {there[:200]}; correct data.args")
+        raise WrongInput(f"{named} must hold {field!r} (data.args: field), got {there[:200]}; correct data.args")
     found = content[field]
     return _listed(found, named)
 
@@ -280,7 +278,7 @@ def _listed(found: Any, named: str) -> Iterator[Row]:
     if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
         found = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     if not isinstance(found, list):
-        raise ProblemsError(f"{named} must hold a list of rows, got {type(found).__name__}; correct it, or data.args")
+        raise WrongInput(f"{named} must hold a list of rows, got {type(found).__name__}; correct it, or data.args")
     for entry, value in enumerate(found, start=1):
         yield checked(value, f"{named} entry {entry}")
 
@@ -325,11 +323,11 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
 
     args: of pandas.read_csv.
 
-    Raises ProblemsError: a row has more or fewer fields than the header, or two columns have one name; and what pandas
+    Raises WrongInput: a row has more or fewer fields than the header, or two columns have one name; and what pandas
     raises.
     """
     if args.get("index_col") is not None and args["index_col"] is not False:
-        raise ProblemsError(
+        raise WrongInput(
             f"data.args: index_col is not taken, since rows have no index, got {args['index_col']!r}; leave it out: a "
             "column that nothing names does no harm"
         )
@@ -345,7 +343,7 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
             if header is None:
                 header = list(table.columns)
             elif set(table.columns) != set(header):
-                raise ProblemsError(
+                raise WrongInput(
                     f"{one.named} has the columns {', '.join(map(str, table.columns))}, and another file "
                     f"{', '.join(map(str, header))}; name files of one kind (data.args: data_files)"
                 )
@@ -463,7 +461,7 @@ def _is_plain(args: Mapping[str, Any]) -> bool:
 
 
 def _check_fields(one: CsvFile, args: Mapping[str, Any], *, chosen: bool) -> None:
-    """Raises ProblemsError: a row has more or fewer fields than the first, or a file of its own names has two of one
+    """Raises WrongInput: a row has more or fewer fields than the first, or a file of its own names has two of one
     name, or but one that is divided by another separator. chosen: the user says by which fields are divided."""
     names = args.get("names") or args.get("column_names")
     skipped, last = args.get("skiprows", 0), args.get("nrows", sys.maxsize)
@@ -496,7 +494,7 @@ def _check_fields(one: CsvFile, args: Mapping[str, Any], *, chosen: bool) -> Non
                 if place > last + max(header, 0):
                     return
                 if place > header and wanted is not None and len(record) != wanted:
-                    raise ProblemsError(
+                    raise WrongInput(
                         f"{one.named} line {line} must have {wanted} fields as "
                         f"{'its header' if header >= 0 else 'the others'}, got {len(record)}: {_shown(record)}; put a "
                         "field that holds the separator between quotes, or correct the line"
@@ -504,19 +502,19 @@ def _check_fields(one: CsvFile, args: Mapping[str, Any], *, chosen: bool) -> Non
                 place += 1
         except UnicodeDecodeError as error:
             wrong = f"0x{error.object[error.start]:02x}"
-            raise ProblemsError(
+            raise WrongInput(
                 f"{one.named} line {_line_of(one, encoding)} must be {encoding.upper()}, got the byte {wrong}; save it "
                 'as UTF-8, or say what it is (data.args: {encoding: "..."})'
             ) from None
         except csv.Error as error:
-            raise ProblemsError(
+            raise WrongInput(
                 f"{one.named} line {before + 1} cannot be read: {error}; correct it: a quote within quotes is written "
                 "twice, or say that quotes are plain characters (data.args: {quoting: 3})"
             ) from None
 
 
 def _check_by_pandas(one: CsvFile, args: Mapping[str, Any]) -> None:
-    """Raises ProblemsError: a row has fewer fields than the header, of lines that only pandas can divide. Its parser in
+    """Raises WrongInput: a row has fewer fields than the header, of lines that only pandas can divide. Its parser in
     Python alone tells a field that is not there from an empty one."""
     import pandas
 
@@ -533,7 +531,7 @@ def _check_by_pandas(one: CsvFile, args: Mapping[str, Any]) -> None:
     if short.any():
         row = int(short.to_numpy().argmax())
         fields = [str(cell) for cell in table.iloc[row] if isinstance(cell, str)]
-        raise ProblemsError(
+        raise WrongInput(
             f"{one.named} row {row + 1} must have {table.shape[1]} fields as its header, got {len(fields)}: "
             f"{_shown(fields)}; correct the row"
         )
@@ -564,7 +562,7 @@ def _dialect(args: Mapping[str, Any]) -> dict[str, Any]:
 def _check_names(header: Sequence[str], where: str) -> None:
     twice = [name for name, count in Counter(header).items() if count > 1 and name.strip()]
     if twice:
-        raise ProblemsError(
+        raise WrongInput(
             f"{where} must name each column once, got {twice[0]!r} twice: which of them is meant is not known; rename "
             "one"
         )
@@ -574,7 +572,7 @@ def _check_divided(header: Sequence[str], where: str, by: str) -> None:
     found = [mark for mark in MARKS if len(header) == 1 and mark != by and mark in header[0].strip()]
     if found:
         other, own = (mark.replace("\t", "\\t") for mark in (found[0], by))
-        raise ProblemsError(
+        raise WrongInput(
             f"{where} must name columns divided by '{own}', and {header[0]!r:.80} seems to be by '{other}'; set "
             f'data.args={{sep: "{other}"}}, or data.args={{sep: "{own}"}} if it is the name of one column'
         )

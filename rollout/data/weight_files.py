@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from huggingface_hub import try_to_load_from_cache
 
+from cluster.errors import WrongInput
 from cluster.reading import Unreadable, opened, read_mapping
 from rollout.data.hub import split
 
@@ -37,13 +38,6 @@ EXPONENTS = {
 PIECE = 2**20  # bytes that are looked at at once: they stay in a core's cache
 SEGMENT = 2**26  # of a tensor, for one thread
 THREADS = 4
-
-
-class WeightsError(ValueError):
-    """Weights that are missing, not whole, or not those of the model; one line that says which, what is wrong, and what
-    to do."""
-
-    says_all = True  # of a process that cannot start: see cluster.actor.StartFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class Stored:
 def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | None:
     """Every tensor of a model by name; None for a hub model of whose weights this machine's cache knows nothing.
 
-    Raises WeightsError, which names `key`.
+    Raises WrongInput, which names `key`.
     """
     try:
         folder = Path(path).expanduser()
@@ -84,46 +78,46 @@ def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | Non
         return header(folder / SINGLE, key)
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
-        raise WeightsError(
+        raise WrongInput(
             f"{key}: {folder} holds pickled weights alone ({pickled[0]}), and reading it can run any code; save "
             "it anew with save_pretrained, which writes safetensors"
         )
-    raise WeightsError(f"{key}: {folder} must hold {SINGLE} or {INDEX}, and has neither; copy the weights there")
+    raise WrongInput(f"{key}: {folder} must hold {SINGLE} or {INDEX}, and has neither; copy the weights there")
 
 
 def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
-    """Every tensor of a PEFT adapter's folder by name. Raises WeightsError, which names `key`."""
+    """Every tensor of a PEFT adapter's folder by name. Raises WrongInput, which names `key`."""
     file = Path(folder).expanduser() / WEIGHTS_FILE
     if not file.is_file():
-        raise WeightsError(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
+        raise WrongInput(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
     return header(file, key)
 
 
 def header(file: Path, key: str) -> dict[str, Stored]:
-    """The tensors of a safetensors file whose size is right. Raises WeightsError, which names `key`."""
+    """The tensors of a safetensors file whose size is right. Raises WrongInput, which names `key`."""
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = int.from_bytes(first, "little")
             if first == b"version ":  # how a pointer of git-lfs begins
-                raise WeightsError(f"{key}: {file} is a pointer of git-lfs, not the weights; run: git lfs pull")
+                raise WrongInput(f"{key}: {file} is a pointer of git-lfs, not the weights; run: git lfs pull")
             if len(first) < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
-                raise WeightsError(f"{key}: {file} is no safetensors file ({size} bytes); copy or save it again")
+                raise WrongInput(f"{key}: {file} is no safetensors file ({size} bytes); copy or save it again")
             entries = json.loads(stream.read(length))
         entries.pop("__metadata__", None)
         found = {name: _entry(entry, file, 8 + length) for name, entry in entries.items()}
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except OSError as error:
-        raise WeightsError(f"{key}: {file} cannot be read: {error.strerror}; copy it again") from error
+        raise WrongInput(f"{key}: {file} cannot be read: {error.strerror}; copy it again") from error
     except Unreadable as error:
-        raise WeightsError(f"{key}: {error}; copy it again") from None
-    except WeightsError:
+        raise WrongInput(f"{key}: {error}; copy it again") from None
+    except WrongInput:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{key}: the header of {file} is damaged ({type(error).__name__}); copy it again") from error
+        raise WrongInput(f"{key}: the header of {file} is damaged ({type(error).__name__}); copy it again") from error
     if size != 8 + length + end:
-        raise WeightsError(f"{key}: {file} must have {8 + length + end} bytes by its header, got {size}; copy it again")
+        raise WrongInput(f"{key}: {file} must have {8 + length + end} bytes by its header, got {size}; copy it again")
     return found
 
 
@@ -140,21 +134,21 @@ def _sharded(index: Path, key: str) -> dict[str, Stored]:
         where = dict(read_mapping(index)["weight_map"])
         names: Iterable[str] = sorted({Path(name).name for name in where.values()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WeightsError(f"{key}: {index} has no readable weight_map; copy it again") from error
+        raise WrongInput(f"{key}: {index} has no readable weight_map; copy it again") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise WeightsError(
+        raise WrongInput(
             f"{key}: {index} names {len(missing)} files that are not there, first {missing[0]}; copy them there"
         )
     if SINGLE not in names and (index.parent / SINGLE).is_file():
-        raise WeightsError(
+        raise WrongInput(
             f"{key}: {index.parent} holds weights twice, in {SINGLE}, which transformers reads, and in the files of "
             f"{INDEX}, which vLLM reads; take away those that are not meant"
         )
     shards = {name: header(index.parent / name, key) for name in names}
     lost = sorted(tensor for tensor, name in where.items() if tensor not in shards[Path(name).name])
     if lost:
-        raise WeightsError(
+        raise WrongInput(
             f"{key}: {index} says that {lost[0]} lies in {where[lost[0]]}, and it does not ({len(lost)} such); "
             "copy index and files from one place"
         )
@@ -168,7 +162,7 @@ def _sharded(index: Path, key: str) -> dict[str, Stored]:
     ]
     if twice:
         tensor, name = twice[0]
-        raise WeightsError(
+        raise WrongInput(
             f"{key}: {index} says that {tensor} lies in {where[tensor]}, and {name} holds another one of that name "
             f"({len(twice)} such), which some libraries take; copy index and files from one place"
         )
@@ -184,18 +178,16 @@ def _cached(name: str, file: str) -> Any:
 
 
 def check_finite(stored: Mapping[str, Stored], path: str, key: str) -> None:
-    """Reads every tensor once, in pieces: 270 MB in a tenth of a second of one core. Raises WeightsError, which names
+    """Reads every tensor once, in pieces: 270 MB in a tenth of a second of one core. Raises WrongInput, which names
     `key` and the tensors that hold nan or inf."""
     segments = [segment for one in stored.items() for segment in _segments(*one)]
     try:
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
             found = [name for name, wrong in threads.map(_looked_at, segments) if wrong]
     except OSError as error:
-        raise WeightsError(
-            f"{key}: {error.filename or path} cannot be read: {error.strerror}; copy it again"
-        ) from error
+        raise WrongInput(f"{key}: {error.filename or path} cannot be read: {error.strerror}; copy it again") from error
     if found:
-        raise WeightsError(infinite(sorted(set(found)), path, key))
+        raise WrongInput(infinite(sorted(set(found)), path, key))
 
 
 def infinite(names: list[str], path: str, key: str) -> str:

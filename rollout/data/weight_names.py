@@ -12,19 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from cluster.errors import WrongInput
 from cluster.memory.shape import LINEAR, Shape
 from rollout.architecture import EXPERTS, text_of
 from rollout.data.hub import CONFIG, read_json, split
-from rollout.data.weight_files import (
-    Stored,
-    WeightsError,
-    adapter_weights,
-    check_finite,
-    counted,
-    model_weights,
-    same_content,
-    shown,
-)
+from rollout.data.weight_files import Stored, adapter_weights, check_finite, counted, model_weights, same_content, shown
 
 Sizes = Mapping[str, tuple[int, ...]]
 
@@ -47,7 +39,7 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
     """Every tensor of a model's files, once these are whole, are those of its config.json as far as that is known here,
     and hold finite numbers alone; None for a hub model of whose weights this machine's cache knows nothing.
 
-    Raises WeightsError with a line for each thing that is wrong; they name `key` and the tensors.
+    Raises WrongInput with a line for each thing that is wrong; they name `key` and the tensors.
     """
     stored = model_weights(path, key)
     if stored is None:
@@ -59,16 +51,16 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
     try:
         if finite:
             check_finite(stored, path, key)
-    except WeightsError as error:
+    except WrongInput as error:
         wrong.append(str(error))
     if wrong:
-        raise WeightsError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
     return stored
 
 
 def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes | None) -> None:
     """An adapter's file: whole, of finite numbers alone, and of the layers that its adapter_config.json (`content`)
-    names, where the base's are known (`sizes_of`); else of pairs of the rank that it names. Raises WeightsError with a
+    names, where the base's are known (`sizes_of`); else of pairs of the rank that it names. Raises WrongInput with a
     line for each thing that is wrong."""
     stored = adapter_weights(folder, key)
     wanted = None if base is None else _adapted(content, base)
@@ -80,10 +72,10 @@ def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes
         wrong = adapter_misfits(wanted, stored, key, folder)
     try:
         check_finite(stored, folder, key)
-    except WeightsError as error:
+    except WrongInput as error:
         wrong.append(str(error))
     if wrong:
-        raise WeightsError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
 
 
 def _adapted(content: Mapping[str, Any], base: Sizes) -> dict[str, tuple[int, ...]] | None:
@@ -129,7 +121,7 @@ def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str
 
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
     """Whether an adapter's copy under vLLM's names, where a fused layer is two, is of the same layers. content, copied:
-    the adapter_config.json of both. Raises WeightsError."""
+    the adapter_config.json of both. Raises WrongInput."""
     stored = adapter_weights(copy, key)
     here, there = ({str(name).rpartition(".")[2] for name in one["target_modules"]} for one in (content, copied))
     wanted: dict[str, tuple[int, ...]] = {}
@@ -143,7 +135,7 @@ def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], cop
             served = f"{block}.{part}{lora}{kind}{half[2]}{half[3]}"
             wanted[served] = one.shape if same or half[2] == "A" or served not in stored else stored[served].shape
     if wrong := adapter_misfits(wanted, stored, key, copy):
-        raise WeightsError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
 
 
 def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:
@@ -165,7 +157,7 @@ def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folde
 
 
 def check_fit(path: str, key: str = "model.path") -> bool:
-    """Whether the files could be looked at, in a process that has torch. Raises WeightsError: their tensors are not
+    """Whether the files could be looked at, in a process that has torch. Raises WrongInput: their tensors are not
     those of config.json."""
     stored = model_weights(path, key)
     if stored is None:
@@ -174,7 +166,7 @@ def check_fit(path: str, key: str = "model.path") -> bool:
     sizes = sizes_of(config)
     wrong = transformers_misfits(path, key, stored) if sizes is None else misfits(path, key, stored, sizes)
     if wrong:
-        raise WeightsError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
     return True
 
 

@@ -18,7 +18,8 @@ from multiprocessing import forkserver
 from typing import Any, NamedTuple, NoReturn
 
 from cluster.child import keep_from_children
-from rewards.base import RewardError, writable
+from cluster.errors import WrongInput
+from rewards.base import writable
 from rewards.environment import OF_ENVIRONMENTS, described, lent
 from rewards.worker import confine
 from rollout.env.loader import (
@@ -30,7 +31,6 @@ from rollout.env.loader import (
     step_to_json,
 )
 from rollout.env.protocol import Hosted
-from rollout.env.tools.functions import ToolError
 
 LENGTH = 8  # bytes before each message
 MOST_BYTES = 2**20  # of an answer in words; a longer one is a flood
@@ -91,7 +91,7 @@ async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
             answer = _bounded(method, encoded(method, value), isinstance(value, dict) and "token_ids" in value)
         except BadAnswer as error:
             answer = _fault("bad_observation", str(error))
-        except (RewardError, ToolError) as error:  # our own sentence, complete as it is
+        except WrongInput as error:  # our own sentence, complete as it is
             answer = _fault("env_error", str(error))
         except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
             answer = _fault("env_error", f"{method}: {described(error, OF_ENVIRONMENTS, caller=__file__)}")

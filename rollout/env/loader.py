@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from rewards.base import RewardLoadError, counts, said
+from rewards.base import RewardError, counts, said
 from rewards.config import ENV_COUNTS, TAKEN
 from rewards.loader import load_own, no_built_in
 from rollout.env.protocol import (
@@ -263,17 +263,17 @@ def _each(given: Any) -> list[Any]:
 
 
 def found(use: str) -> Any:
-    """The class or function that `use` names. Raises RewardLoadError with one sentence."""
+    """The class or function that `use` names. Raises RewardError with one sentence."""
     if use in BUILT_INS:
         module, _, name = BUILT_INS[use].partition(":")
         return getattr(import_module(module), name)
     if ":" not in use and not use.endswith(".py"):
-        raise RewardLoadError(no_built_in(use, "environment", BUILT_INS, "Class"))
+        raise RewardError(no_built_in(use, "environment", BUILT_INS, "Class"))
     return load_own(use, "MyEnvironment")
 
 
 def make(use: str, args: Mapping[str, Any]) -> Hosted:
-    """One trajectory's environment or program. Raises RewardLoadError if `use` is not found, BadAnswer if it makes
+    """One trajectory's environment or program. Raises RewardError if `use` is not found, BadAnswer if it makes
     neither, and what it raises itself."""
     factory = found(use)
     try:

@@ -46,7 +46,7 @@ START_AGAIN_S = 0.1
 
 def spec_of(config: EnvConfig) -> Spec:
     """What a process needs to make the environment. Raises RewardError for a variable that is named and not set,
-    SecretError for an argument `env:NAME` likewise."""
+    WrongInput for an argument `env:NAME` likewise."""
     args, variables = resolved(config.args, "env.args"), values_of(config.variables, "env")
     return Spec(config.use or "", args, variables, config.memory, config.start_timeout_s)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.errors import WrongInput
 from rewards.call import Group
 from rewards.environment import OF_ENVIRONMENTS, described
 from rewards.logged import Progress
@@ -128,10 +129,6 @@ def sentence_of(trajectory: Trajectory) -> str:
     return f"environment: {trajectory.outcome}: {trajectory.fault}"[:LONGEST_ERROR]
 
 
-class UnequalStart(ValueError):
-    """Environments of one group began differently, so their rewards cannot be compared."""
-
-
 class TrajectoryFailed(RuntimeError):
     """An exception in a trajectory that is neither its environment's fault nor an error of the engine; the message says
     in which trajectory, and where it was raised."""
@@ -159,7 +156,7 @@ class Trajectories:
         self._room = asyncio.Semaphore(settings.concurrency)
 
     async def group(self, problem: Problem, sampling: Sampling) -> list[Trajectory]:
-        """sampling.n trajectories of the problem. Raises UnequalStart, TrajectoryFailed, and EngineError."""
+        """sampling.n trajectories of the problem. Raises WrongInput, TrajectoryFailed, and EngineError."""
         trajectories = await side_by_side(self._play(problem, sampling, j) for j in range(sampling.n))
         _check_start(problem, trajectories)
         return trajectories
@@ -208,7 +205,7 @@ def _check_start(problem: Problem, trajectories: Sequence[Trajectory]) -> None:
     starts = {(t.rows[0].prompt_ids, t.state) for t in trajectories if t.began}
     if len(starts) > 1:
         what = "initial states" if len({state for _, state in starts}) > 1 else "first messages or tools"
-        raise UnequalStart(
+        raise WrongInput(
             f"env: all trajectories of a group must begin alike, and those of {problem.id} have {len(starts)} "
             f"different {what}; draw everything in reset() from its seed"
         )

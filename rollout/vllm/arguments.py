@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from cluster.errors import WrongInput
 from cluster.memory.generator import BLOCK_CPU, PREFILL_TOKENS
-from rollout.architecture import ATTENTION, ArchitectureError, has_experts
+from rollout.architecture import ATTENTION, has_experts
 from rollout.data.hub import split
 from rollout.engine import EngineSettings
 from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
@@ -58,7 +59,7 @@ def lora_arguments(model: str, targets: Sequence[str], revision: str | None = No
 
     targets: as of EngineSettings.lora_targets; of a model with experts only the attention is adapted.
 
-    Raises ArchitectureError if vLLM does not serve the model with LoRA. Known to it are names that it may serve by
+    Raises WrongInput if vLLM does not serve the model with LoRA. Known to it are names that it may serve by
     transformers' own code, so only one of its own classes can be asked.
     """
     from vllm import ModelRegistry
@@ -69,7 +70,7 @@ def lora_arguments(model: str, targets: Sequence[str], revision: str | None = No
     for name in config.architectures or ():
         entry = ModelRegistry.models.get(name)
         if entry is not None and not supports_lora(entry.load_model_cls()):
-            raise ArchitectureError(without_lora(name, model))
+            raise WrongInput(without_lora(name, model))
     if has_experts(config.to_dict()):
         return {"lora_target_modules": list(ATTENTION)}
     return {"lora_target_modules": list(targets) or _linear_layers(config)}

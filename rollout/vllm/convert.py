@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.files import digest_of, writing
-from rollout.engine import AdapterRefused
 from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
 from rollout.weights import header_of
 
@@ -75,7 +74,7 @@ class AdapterWindow:
 
         Whole weights are not written: they are loaded from memory, and no two versions are held.
 
-        Raises AdapterCorrupt, AdapterRefused if the payload is not safetensors, or OSError with the folder in it.
+        Raises AdapterCorrupt, EngineError if the payload is not safetensors, or OSError with the folder in it.
         """
         # A fresh folder each time: vLLM keeps a loaded file mapped, and rewriting it in place kills the process.
         folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
@@ -105,16 +104,16 @@ class AdapterWindow:
         return digest
 
     def check(self, staged: Resident) -> None:
-        """Raises AdapterRefused for a version that is not newer, or for modules other than the first adapter's."""
+        """Raises EngineError for a version that is not newer, or for modules other than the first adapter's."""
         newest = self.newest
         if newest is not None and staged.version <= newest.version:
-            raise AdapterRefused(
+            raise EngineError(
                 f"adapter v{staged.version} (sha256 {staged.digest[:12]}…): its version must be above "
                 f"v{newest.version}, the newest loaded (sha256 {newest.digest[:12]}…); give it a higher one"
             )
         if self._keys is not None and staged.keys != self._keys:
             missing, extra = sorted(self._keys - staged.keys), sorted(staged.keys - self._keys)
-            raise AdapterRefused(
+            raise EngineError(
                 f"adapter v{staged.version}: its tensors must be those of the first adapter, since vLLM silently sets "
                 f"absent modules to zero; {len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}. "
                 "Train the same modules throughout a run, or restart the generators"
@@ -157,7 +156,7 @@ def _keys_of(adapter: Adapter | Weights) -> frozenset[str]:
     try:
         return frozenset(header_of(adapter.payload)[0])
     except (struct.error, ValueError, AttributeError) as error:
-        raise AdapterRefused(
+        raise EngineError(
             f"adapter v{adapter.version}: its payload must be safetensors, got {len(adapter.payload)} bytes starting "
             f"with {bytes(adapter.payload[:8])!r}; build it with safetensors.torch.save"
         ) from error

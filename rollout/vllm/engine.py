@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
 from rollout.data.weight_names import check_fit, check_model
-from rollout.engine import EngineClosed, EngineDied, EngineSettings
+from rollout.engine import EngineDied, EngineSettings
 from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Weights
 from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments
 from rollout.vllm.convert import (
@@ -318,7 +318,7 @@ class EngineThread:
         try:
             while not self._closing:
                 self._turn()
-            self._stop(lambda: EngineClosed("the engine was closed"))
+            self._stop(lambda: EngineError("the engine was closed"))
         except BaseException as error:  # whatever it is, nobody may be left waiting
             log.exception("the engine thread died")
             cause = lost_shard(engine, self._settings.shards) or f"{type(error).__name__}: {error}"
@@ -359,11 +359,11 @@ class VllmEngine:
     """An Engine on vLLM 0.31 to 0.33, CPU or CUDA. The constructor blocks until the model is loaded.
 
     Raises:
-        EngineEnvError: the process was not started with rollout.vllm.environment.required_env.
+        EngineError: the process was not started with rollout.vllm.environment.required_env.
         EngineError: the card has not the room that the settings ask for.
         ValueError: the adapter rank is above every rank vLLM supports; nf4, sleeps, or fp8 without AVX-512 on a CPU;
             in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.31 not).
-        WeightsError: the model's files lack tensors, which vLLM would leave as the memory was, or hold others.
+        WrongInput: the model's files lack tensors, which vLLM would leave as the memory was, or hold others.
     """
 
     def __init__(self, settings: EngineSettings) -> None:

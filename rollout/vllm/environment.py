@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout.engine import EngineEnvError
+from rollout.types import EngineError
 
 # Wrong values of these break correctness or speed without a message; of the others only the presence is checked,
 # so that a launcher may give an engine more threads or another log level.
@@ -44,7 +44,7 @@ def required_env(cuda: bool) -> dict[str, str]:
 
 
 def check_env(cuda: bool, environ: Mapping[str, str]) -> None:
-    """Raises EngineEnvError, naming every variable that is missing or wrong in environ."""
+    """Raises EngineError, naming every variable that is missing or wrong in environ."""
     wrong = []
     for name, value in required_env(cuda).items():
         found = environ.get(name)
@@ -53,7 +53,7 @@ def check_env(cuda: bool, environ: Mapping[str, str]) -> None:
     if cuda and environ.get("TORCH_COMPILE_DISABLE", "0") not in ("", "0"):
         wrong.append("TORCH_COMPILE_DISABLE must not be set on CUDA, it turns vLLM's compilation off")
     if wrong:
-        raise EngineEnvError(
+        raise EngineError(
             f"environment of the generator process: {'; '.join(wrong)}. "
             "Start the process with rollout.vllm.environment.required_env(cuda)"
         )

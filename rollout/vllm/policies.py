@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.engine import AdapterRefused, EngineAsleep, EngineSettings, NoAdapter
+from rollout.engine import EngineSettings, NoAdapter
 from rollout.types import EngineError, Held, Weights, WeightsInFile
 from rollout.vllm.convert import AdapterWindow, Resident, lora_request
 from rollout.vllm.read_back import held_by
@@ -62,7 +62,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
     """Makes the staged adapter the newest; False if every resident one is in use.
 
-    Raises AdapterRefused, or EngineError if vLLM did not keep it.
+    Raises EngineError, or EngineError if vLLM did not keep it.
     """
     window.check(staged)
     if not _make_room(engine, window):
@@ -89,7 +89,7 @@ def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
     try:
         engine.add_lora(lora_request(staged, load_inplace=in_place))
     except ValueError as error:
-        raise AdapterRefused(f"vLLM refused adapter v{staged.version}: {error}") from error
+        raise EngineError(f"vLLM refused adapter v{staged.version}: {error}") from error
     if staged.lora_id not in engine.list_loras():
         raise EngineError(f"vLLM took adapter v{staged.version} but does not list it; restart the worker")
 
@@ -116,7 +116,7 @@ def load_weights(
     Requests that run go on under them as replace_adapter says. Cached keys and values are the old weights', and only
     requests that began under those find them: each prompt carries its version (EngineThread).
 
-    Raises AdapterRefused if their version or names are wrong. Anything else that goes wrong leaves a model of two
+    Raises EngineError if their version or names are wrong. Anything else that goes wrong leaves a model of two
     versions, hence is a RuntimeError that ends the engine.
     """
     window.check(staged)
@@ -163,7 +163,7 @@ class Policies:
         self._copies = WeightsFile(places=1)  # of weights that came through Ray's object store
 
     def newest(self) -> Resident:
-        """What requests are to be answered with. Raises EngineAsleep, or NoAdapter before the first."""
+        """What requests are to be answered with. Raises EngineError, or NoAdapter before the first."""
         self._require_awake()
         newest = self._window.newest
         if newest is None:
@@ -192,7 +192,7 @@ class Policies:
 
     def _load_new(self, staged: Resident, weights: Weights | None, running: bool) -> bool:
         if (weights is None) == (self._settings.max_lora_rank == 0):
-            raise AdapterRefused(
+            raise EngineError(
                 f"policy v{staged.version}: an engine started with max_lora_rank={self._settings.max_lora_rank} "
                 f"takes {'whole weights' if weights is None else 'adapters'} only; start it for the other kind"
             )
@@ -238,4 +238,4 @@ class Policies:
 
     def _require_awake(self) -> None:
         if self._asleep:
-            raise EngineAsleep("the engine is asleep and holds no model on its device; await wake() first")
+            raise EngineError("the engine is asleep and holds no model on its device; await wake() first")

@@ -5,7 +5,7 @@ vLLM imports anyway (rollout.data.weight_names)."""
 import runpy
 import sys
 
-from rollout.data.weight_files import WeightsError
+from cluster.errors import WrongInput
 from rollout.data.weight_names import check_fit
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -15,7 +15,7 @@ def main() -> None:
     _, model, *arguments = sys.argv
     try:
         check_fit(model)
-    except WeightsError as error:
+    except WrongInput as error:
         print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         sys.exit(2)
     sys.argv = [SERVER, *arguments]

@@ -18,14 +18,11 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from cluster.errors import WrongInput
 from rollout.data.hub import joined, load_tokenizer
 from rollout.vllm.convert import FORM
 
 KEY = "rollout.structured_outputs"
-
-
-class GrammarError(ValueError):
-    """The form cannot be compiled; the text is one line."""
 
 
 class Grammars:
@@ -44,7 +41,7 @@ class Grammars:
         """An xgrammar.GrammarMatcher at the begin of a completion.
 
         form: StructuredOutputs.form of rollout.config. stop_ids: tokens that end a completion, allowed where the
-        form may end and nowhere else. Raises GrammarError.
+        form may end and nowhere else. Raises WrongInput.
         """
         key = json.dumps([form, sorted(stop_ids)])
         if key not in self._compiled:
@@ -65,7 +62,7 @@ class Grammars:
             return compiler.compile_grammar(given if kind == "grammar" else choice(given))
         except Exception as error:  # of a native library: RuntimeError, ValueError and classes of its own
             said = " ".join(str(error).split())[-300:]
-            raise GrammarError(f"{KEY}.{kind}: cannot be compiled for this model: {said}; correct it") from error
+            raise WrongInput(f"{KEY}.{kind}: cannot be compiled for this model: {said}; correct it") from error
 
 
 def choice(texts: Sequence[str]) -> str:

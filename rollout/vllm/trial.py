@@ -69,11 +69,12 @@ def wrong_with_form(config: dict[str, Any]) -> list[str]:
     model = joined(config["model"]["path"], config["model"]["revision"])
     given = {name: value for name, value in config["rollout"]["structured_outputs"].items() if value is not None}
     vocabulary = int(text_of(read_json(model, CONFIG))["vocab_size"])
-    from rollout.vllm.structured import GrammarError, Grammars
+    from cluster.errors import WrongInput
+    from rollout.vllm.structured import Grammars
 
     try:
         Grammars(model, vocabulary).matcher(json.dumps(given), [vocabulary - 1])
-    except GrammarError as error:
+    except WrongInput as error:
         return [str(error)]
     return []
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from cluster.placement import PlacementError, Role, pack, place, waiting
+from cluster.errors import WrongInput
+from cluster.placement import Role, pack, place, waiting
 from cluster.ray_cluster import Reservation
 from learner.driver.machine_checks import check_startable
 
@@ -32,7 +33,7 @@ def test_a_generator_of_several_cards_has_them_on_one_node_and_shares_none() -> 
     roles = [Role("generator-0", 1, 2.0), Role("generator-1", 1, 2.0), Role("learner", 1, 0.5)]
     found = place(roles, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}])
     assert found.bundles == [{"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}]
-    with pytest.raises(PlacementError, match=r"5 GPU, and finds no node for 1 CPU and 2 GPU of them"):
+    with pytest.raises(WrongInput, match=r"5 GPU, and finds no node for 1 CPU and 2 GPU of them"):
         place(roles, [{"CPU": 4.0, "GPU": 1.0}] * 5)
 
 
@@ -42,16 +43,16 @@ def test_ten_tenths_are_one_card() -> None:  # although 10 * 0.1 != 1.0 by repea
 
 
 def test_no_gpu_is_one_clear_error() -> None:
-    with pytest.raises(PlacementError, match=r"needs 2 CPU and 1 GPU.*has 64 CPU and 0 GPU on 1 node.*cluster\.gpus"):
+    with pytest.raises(WrongInput, match=r"needs 2 CPU and 1 GPU.*has 64 CPU and 0 GPU on 1 node.*cluster\.gpus"):
         place([Role("generator-0", 1, 0.5), Role("learner", 1, 0.5)], [{"CPU": 64.0}])
 
 
 def test_cores_together_are_not_cores_on_one_node() -> None:
     small = [{"CPU": 2.0}, {"CPU": 2.0}]
     assert place([Role("generator-0", 2, 0), Role("learner", 2, 0)], small).bundles == [{"CPU": 2.0}, {"CPU": 2.0}]
-    with pytest.raises(PlacementError, match=r"needs 3 CPU and 0 GPU, and finds no node for 3 CPU and 0 GPU"):
+    with pytest.raises(WrongInput, match=r"needs 3 CPU and 0 GPU, and finds no node for 3 CPU and 0 GPU"):
         place([Role("learner", 3, 0)], small)
-    with pytest.raises(PlacementError, match="the cluster has 4 CPU"):
+    with pytest.raises(WrongInput, match="the cluster has 4 CPU"):
         place([Role(f"generator-{i}", 1, 0) for i in range(5)], small)
 
 
@@ -108,7 +109,7 @@ def test_a_node_is_found_by_name_or_address(name: str) -> None:
 def test_a_node_without_the_room_or_of_no_such_name_is_one_clear_error(
     count: int, node: str, gpus: int, said: str
 ) -> None:
-    with pytest.raises(PlacementError, match=re.escape(said)):
+    with pytest.raises(WrongInput, match=re.escape(said)):
         Reservation(scoring(count, node, gpus), NODES)
 
 
@@ -130,7 +131,7 @@ def test_threads_sleep_while_they_wait_only_where_they_outnumber_the_cores() -> 
     ],
 )
 def test_a_variable_with_which_its_processes_end_is_named(name: str, value: str) -> None:
-    with pytest.raises(PlacementError, match=f"^{name}: .*got .*{value}.*; unset it"):
+    with pytest.raises(WrongInput, match=f"^{name}: .*got .*{value}.*; unset it"):
         check_startable({name: value})
 
 
@@ -157,4 +158,4 @@ def test_a_machine_whose_loopback_interface_is_off() -> None:
     told = subprocess.run(
         [*apart, sys.executable, "-c", call], capture_output=True, text=True, check=False, timeout=60
     ).stderr
-    assert "PlacementError: cluster.address: local needs the loopback interface" in told
+    assert "WrongInput: cluster.address: local needs the loopback interface" in told

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster import ray_private
-from cluster.placement import PlacementError
+from cluster.errors import WrongInput
 from cluster.ray_private import RuntimeFolder, root
 
 GONE = 2**22 + 1  # above the largest process id that Linux gives
@@ -89,5 +89,5 @@ def test_it_lies_where_temporary_files_are_to_be(tmp_path: Path, monkeypatch: py
 def test_where_no_folder_can_be_written_it_is_said(usual: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_private, "_USUAL", Path(usual))
     monkeypatch.setenv("TMPDIR", "/a/folder/of/some/job/12345")
-    with pytest.raises(PlacementError, match=f"^TMPDIR: .*/12345: has more than 21 bytes, {why}.*; set it to such"):
+    with pytest.raises(WrongInput, match=f"^TMPDIR: .*/12345: has more than 21 bytes, {why}.*; set it to such"):
         root()

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, StartFailed, Unusable, ValueLost
-from cluster.placement import PlacementError, Role
+from cluster.errors import WrongInput
+from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from rollout.fakes import make_group
 
@@ -183,7 +184,7 @@ async def test_a_constructor_says_in_its_own_words_why_it_failed(session: Sessio
 
 
 async def test_more_than_the_cluster_has_is_refused_at_once(session: Session) -> None:
-    with pytest.raises(PlacementError, match="needs 1 CPU and 1 GPU"):
+    with pytest.raises(WrongInput, match="needs 1 CPU and 1 GPU"):
         await session.reserve([Role("greedy", 1, 1.0)], deadline_s=5)
 
 

@@ -23,7 +23,7 @@ from tests.flow.run import wait_until
 TOKEN = secrets.token_hex(32)
 CLUSTER = """
 import json, sys
-from cluster.placement import PlacementError
+from cluster.placement import WrongInput
 from cluster.ray_cluster import connect
 from cluster.ray_cluster import metrics_address
 session = connect("local", min_cpus=1)
@@ -31,7 +31,7 @@ import asyncio, ray
 ray.get(ray.remote(lambda: None).remote())  # a worker process, with its port
 try:
     metrics = metrics_address()
-except PlacementError as error:
+except WrongInput as error:
     metrics = str(error)
 print(json.dumps({"folder": str(session._folder.path), "metrics": metrics}), flush=True)
 sys.stdin.readline()

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.config import (
-    MASK,
-    RewardConfig,
-    SecretError,
-    masked,
-    resolved,
-    scrubbed,
-)
+from cluster.errors import WrongInput
+from rewards.config import MASK, RewardConfig, masked, resolved, scrubbed
 
 HF = "hf_" + "a1B2" * 8
 
@@ -87,11 +81,11 @@ def test_a_variable_is_looked_up_where_it_is_used(monkeypatch: pytest.MonkeyPatc
     args = {"token": "env:MY_TOKEN", "headers": {"a": ["env:MY_TOKEN"]}, "n": 1}
     assert resolved(args, "data.args") == {"token": "opensesame", "headers": {"a": ["opensesame"]}, "n": 1}
     monkeypatch.delenv("MY_TOKEN")
-    with pytest.raises(SecretError, match="data.args: env:MY_TOKEN names .* not set; export MY_TOKEN"):
+    with pytest.raises(WrongInput, match="data.args: env:MY_TOKEN names .* not set; export MY_TOKEN"):
         resolved(args, "data.args")
-    with pytest.raises(SecretError, match=r"data.args: \*\*\* is what stored configurations show .* env:NAME"):
+    with pytest.raises(WrongInput, match=r"data.args: \*\*\* is what stored configurations show .* env:NAME"):
         resolved(masked({"token": "abc"}), "data.args")
-    with pytest.raises(SecretError):
+    with pytest.raises(WrongInput):
         resolved(masked({"line": f"Bearer {HF}"}), "data.args")
     assert resolved({"criteria": "*** be strict ***"}, "data.args") == {"criteria": "*** be strict ***"}
 

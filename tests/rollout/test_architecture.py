@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from rollout.architecture import (
     NO_FLOAT16,
-    ArchitectureError,
     check_architecture,
     check_length,
     check_on_cpu,
@@ -41,7 +41,7 @@ def test_a_language_model_of_text_is_taken(lora: bool) -> None:
     ],
 )  # fmt: skip
 def test_others_are_refused_with_a_sentence(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ArchitectureError) as refused:
+    with pytest.raises(WrongInput) as refused:
         check_architecture(config, "some/model", lora=True)
     text = str(refused.value)
     assert text.startswith("model.path: ")
@@ -56,14 +56,14 @@ def test_experts_are_trained_with_lora_only() -> None:
     assert has_experts({"text_config": {"num_experts": 4}})
     assert not has_experts({"model_type": "granitemoehybrid", "num_local_experts": 0})
     check_architecture(mixtral, "m", lora=True)
-    with pytest.raises(ArchitectureError, match="learner.mode: full is not for models with experts .* set learner"):
+    with pytest.raises(WrongInput, match="learner.mode: full is not for models with experts .* set learner"):
         check_architecture(mixtral, "m", lora=False)
 
 
 @pytest.mark.parametrize("config", [PHI | {"rope_parameters": LONG}, PHI | {"rope_scaling": {"type": "su"}}])
 def test_longrope_is_refused_beyond_the_length_at_which_its_factors_change(config: dict[str, Any]) -> None:
     check_length(config, "m", 4096)
-    with pytest.raises(ArchitectureError, match=r"must be at most 4096 for m, whose longrope .* got 4097; lower one"):
+    with pytest.raises(WrongInput, match=r"must be at most 4096 for m, whose longrope .* got 4097; lower one"):
         check_length(config, "m", 4097)
 
 
@@ -74,13 +74,13 @@ def test_other_positions_have_no_such_length() -> None:
 
 @pytest.mark.parametrize(("lora", "why"), [(True, "without LoRA"), (False, "holds transposed")])
 def test_layers_that_are_no_linear_ones_are_refused_in_both_modes(lora: bool, why: str) -> None:
-    with pytest.raises(ArchitectureError, match=f"gpt2\\) are Conv1D, .*{why}.*; give another"):
+    with pytest.raises(WrongInput, match=f"gpt2\\) are Conv1D, .*{why}.*; give another"):
         check_architecture({"model_type": "gpt2"}, "m", lora=lora)
 
 
 def test_quantised_weights_are_not_trained() -> None:
     check_unquantised(LLAMA, "m")
-    with pytest.raises(ArchitectureError, match=r"those of m are quantised \(awq\); give the model"):
+    with pytest.raises(WrongInput, match=r"those of m are quantised \(awq\); give the model"):
         check_unquantised(LLAMA | {"quantization_config": {"quant_method": "awq"}}, "m")
 
 
@@ -88,13 +88,13 @@ def test_a_model_is_spread_evenly_or_refused() -> None:
     model = LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
     for shards in (1, 2, 4):
         check_shards(model, "m", shards)
-    with pytest.raises(ArchitectureError, match="of 3 processes .* and m has 4 key and value heads; take a number"):
+    with pytest.raises(WrongInput, match="of 3 processes .* and m has 4 key and value heads; take a number"):
         check_shards(model, "m", 3)
-    with pytest.raises(ArchitectureError, match="has 12 attention heads, 4 key and value heads;"):
+    with pytest.raises(WrongInput, match="has 12 attention heads, 4 key and value heads;"):
         check_shards(model, "m", 8)
     three = model | {"num_key_value_heads": 3}
     check_shards(three | {"vocab_size": 129}, "m", 3)  # padded to 192
-    with pytest.raises(ArchitectureError, match="m has 320 rows of embeddings, as vLLM pads them;"):
+    with pytest.raises(WrongInput, match="m has 320 rows of embeddings, as vLLM pads them;"):
         check_shards(three | {"vocab_size": 300}, "m", 3)
 
 
@@ -105,7 +105,7 @@ def test_what_vllm_does_not_compute_in_float16() -> None:
     assert {*NO_FLOAT16} == {*model._FLOAT16_NOT_SUPPORTED_MODELS}
     check_type({"model_type": "gemma2"}, "m", "bfloat16")
     check_type(LLAMA, "m", "float16")
-    with pytest.raises(ArchitectureError, match="model.dtype: must be bfloat16 or float32 for m .model_type gemma2."):
+    with pytest.raises(WrongInput, match="model.dtype: must be bfloat16 or float32 for m .model_type gemma2."):
         check_type({"model_type": "gemma2"}, "m", "float16")
 
 
@@ -114,10 +114,8 @@ def test_layers_with_a_state_are_refused_on_a_cpu(setting: str) -> None:
     check_on_cpu(LLAMA, "m")
     check_on_cpu({"model_type": "nemotron_h", setting: 3}, "m")
     check_on_cpu({"model_type": "granitemoehybrid", setting: 3, "layer_types": ["attention"] * 2}, "m")
-    with pytest.raises(ArchitectureError, match="carry a state"):
+    with pytest.raises(WrongInput, match="carry a state"):
         check_on_cpu({"model_type": "x", setting: 3, "layer_types": ["linear_attention", "full_attention"]}, "m")
     for config in ({**LLAMA, setting: 3}, {"model_type": "x", "text_config": {setting: 3}}):
-        with pytest.raises(
-            ArchitectureError, match=r"model.path: m \(model_type .*\) has layers that carry a state along"
-        ):
+        with pytest.raises(WrongInput, match=r"model.path: m \(model_type .*\) has layers that carry a state along"):
             check_on_cpu(config, "m")

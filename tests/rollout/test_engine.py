@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from rollout.engine import AdapterRefused, EngineEnvError, EngineSettings
-from rollout.types import Adapter, AdapterCorrupt, Sampling
+from rollout.engine import EngineSettings
+from rollout.types import Adapter, AdapterCorrupt, EngineError, Sampling
 from rollout.vllm import convert
 from rollout.vllm.convert import AdapterWindow
 from rollout.vllm.environment import check_env, required_env
@@ -76,7 +76,7 @@ def test_an_adapter_knows_when_its_payload_was_damaged() -> None:
 def test_the_required_environment_passes_its_own_check(cuda: bool) -> None:
     check_env(cuda, required_env(cuda))
     for name in required_env(cuda):
-        with pytest.raises(EngineEnvError, match=name):
+        with pytest.raises(EngineError, match=name):
             check_env(cuda, {k: v for k, v in required_env(cuda).items() if k != name})
 
 
@@ -102,9 +102,9 @@ def test_a_generator_on_a_cpu_does_not_keep_a_kernel_for_each_number_of_tokens_t
 
 def test_the_environment_may_differ_where_that_is_harmless() -> None:
     check_env(False, required_env(False) | {"OMP_NUM_THREADS": "8", "VLLM_LOGGING_LEVEL": "DEBUG"})
-    with pytest.raises(EngineEnvError, match="must be '0', got '1'"):
+    with pytest.raises(EngineError, match="must be '0', got '1'"):
         check_env(False, required_env(False) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    with pytest.raises(EngineEnvError, match="must not be set on CUDA"):
+    with pytest.raises(EngineError, match="must not be set on CUDA"):
         check_env(True, required_env(True) | {"TORCH_COMPILE_DISABLE": "1"})
 
 
@@ -158,12 +158,12 @@ def test_ids_are_never_used_twice_except_in_a_window_of_one(capacity: int, ids: 
 def test_the_window_refuses_old_versions_other_modules_and_rubbish() -> None:
     window = AdapterWindow(2)
     window.add(window.stage(adapter(5)))
-    with pytest.raises(AdapterRefused, match="above v5"):
+    with pytest.raises(EngineError, match="above v5"):
         window.check(window.stage(adapter(5)))
-    with pytest.raises(AdapterRefused, match=r"1 missing \['q.lora_B'\], 1 unknown \['k.lora_B'\]"):
+    with pytest.raises(EngineError, match=r"1 missing \['q.lora_B'\], 1 unknown \['k.lora_B'\]"):
         window.check(window.stage(adapter(6, "q.lora_A", "k.lora_B")))
     for payload in (b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{{"):
-        with pytest.raises(AdapterRefused, match="must be safetensors"):
+        with pytest.raises(EngineError, match="must be safetensors"):
             window.stage(Adapter.build(6, payload, {}))
     root = Path(window._root.name)
     assert len(list(root.iterdir())) == 3, "a payload that cannot be staged leaves no folder"

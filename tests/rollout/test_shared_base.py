@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from cluster.errors import WrongInput
 from rollout import shared_base
 from rollout.shared_base import SharedFile, map_file
-from rollout.types import BaseNotShared
 from tests.shared_bases import manifest_of, mappings
 
 WRITE = """
@@ -52,7 +52,7 @@ def test_what_is_mapped_outlives_its_owner_and_is_gone_with_the_last_tensor() ->
     assert all(torch.equal(mapped[name], tensor.flatten()) for name, tensor in own.items())
     del mapped
     assert mappings() == others
-    with pytest.raises(BaseNotShared, match=r"the generator's base cannot be mapped \(/proc/\d+/fd/\d+: .*own"):
+    with pytest.raises(WrongInput, match=r"the generator's base cannot be mapped \(/proc/\d+/fd/\d+: .*own"):
         map_file(manifest)
 
 
@@ -64,7 +64,7 @@ def test_another_file_in_its_place_is_not_taken(tmp_path: Path) -> None:
         handle = manifest.pieces["a"].handle.replace(b'"fd": %d' % file._file.fileno(), b'"fd": %d' % other.fileno())
         assert handle != manifest.pieces["a"].handle
         wrong = replace(manifest, pieces={"a": replace(manifest.pieces["a"], handle=handle)})
-        with pytest.raises(BaseNotShared, match=f"{os.getpid()}.*it is {tmp_path}/other now"):
+        with pytest.raises(WrongInput, match=f"{os.getpid()}.*it is {tmp_path}/other now"):
             map_file(wrong)
 
 
@@ -104,5 +104,5 @@ def test_torch_takes_the_arguments_that_are_handed_on() -> None:
 @pytest.mark.parametrize("setting", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(setting, "max_split_size_mb:64, expandable_segments: True")
-    with pytest.raises(BaseNotShared, match=f"without expandable segments, got {setting}="):
+    with pytest.raises(WrongInput, match=f"without expandable segments, got {setting}="):
         shared_base.handles_of({})

@@ -23,11 +23,11 @@ from rewards.base import RewardFailed
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, RewardService, Scores
-from rollout.engine import EngineAsleep, EngineClosed, EngineDied, EngineSettings, NoAdapter
+from rollout.engine import EngineDied, EngineSettings, NoAdapter
 from rollout.fakes import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.scorer import RewardProcesses, SharedScorer
-from rollout.types import Adapter, Completion, Sampling, Weights
+from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
 from rollout.weights import Source, WeightsFile
 from rollout.worker import RolloutWorker, WorkerSpec
 
@@ -268,7 +268,7 @@ async def test_policies_probe_and_sleep_reach_the_engine(worker: RolloutWorker) 
     assert answer.held == await worker.engine.held()
     assert 0 < answer.seconds < 10
     await worker.sleep()
-    with pytest.raises(EngineAsleep):
+    with pytest.raises(EngineError):
         await worker.engine.probe([1, 2])
     await worker.wake()
     await worker.engine.probe([1, 2])
@@ -306,7 +306,7 @@ async def test_close_ends_engine_and_reward_processes(spec: WorkerSpec) -> None:
     assert own
     await worker.close()
     assert [process for process in own if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
-    with pytest.raises(EngineClosed):
+    with pytest.raises(EngineError):
         await worker.engine.probe([1, 2])
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from cluster.errors import WrongInput
 from cluster.machine import version_of
 from cluster.memory.plan import gib
 from cluster.reading import dump, read_json
@@ -20,8 +21,8 @@ from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.evaluate import Evaluation
 from learner.tools.as_trained import GENERATION, AsTrained
 from learner.tools.evaluation import Estimate
-from learner.tools.export.source import TOLERANCE, ExportError, Proof, Source
-from learner.tools.report.run_folder import ReportError, Run, read_run
+from learner.tools.export.source import TOLERANCE, Proof, Source
+from learner.tools.report.run_folder import Run, read_run
 from rollout.data.hub import is_hub_name, split
 from rollout.data.sources import is_made
 
@@ -80,7 +81,7 @@ class Scores:
 
 
 def read_scores(file: Path) -> Scores:
-    """Raises ExportError."""
+    """Raises WrongInput."""
     try:
         found = read_json(file)
         told = {"problems": found["problems"] - found.get("unscored", 0)}  # earlier versions: of all alike
@@ -90,7 +91,7 @@ def read_scores(file: Path) -> Scores:
             str(found["reward"] or "reward"), int(found["problems"]), metrics,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExportError(
+        raise WrongInput(
             f"--scores: must be a file of what gleaner eval --json printed, got {file} ({type(error).__name__}: "
             f"{error}); write it by: gleaner eval --run RUN --json > {file.name}"
         ) from None
@@ -98,10 +99,10 @@ def read_scores(file: Path) -> Scores:
 
 def check_whose(scores: Scores, source: Source) -> bool:
     """Whether it is known that they are the checkpoint's: neither an older file says it, nor one of a whole model.
-    Raises ExportError where they cannot be."""
+    Raises WrongInput where they cannot be."""
     if reason := _other(scores, source):
         option = "--model" if source.whole_model else "--adapter"
-        raise ExportError(
+        raise WrongInput(
             f"--scores: must be of {source.name}, {source.checkpoint.name}, and are of {reason}; leave them out, or "
             f"measure it: gleaner eval --run {source.run} {option} {source.learned} --json"
         )
@@ -407,7 +408,7 @@ def _measured(run: Run, step: int) -> dict[str, str]:
 def _run(source: Source) -> Run | None:
     try:
         return read_run(source.run)
-    except (OSError, ReportError):  # metrics are gone
+    except (OSError, WrongInput):  # metrics are gone
         return None
 
 

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils._validators import validate_repo_id
 
 from cluster import machine
+from cluster.errors import WrongInput
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
@@ -26,17 +27,7 @@ from learner.model.adapter_config import VLLM_FOLDER
 from learner.tools.as_trained import AsTrained, as_trained
 from learner.tools.export import ExportRequest
 from learner.tools.export.card import Exported, Scores, card, check_whose, read_scores
-from learner.tools.export.source import (
-    ExportError,
-    ExportFailed,
-    Needed,
-    Source,
-    check_base,
-    check_disk,
-    find,
-    needed,
-    recorded,
-)
+from learner.tools.export.source import ExportFailed, Needed, Source, check_base, check_disk, find, needed, recorded
 from learner.tools.reported import reported
 from rollout.data import hub
 from rollout.data.hub import ChatError, read_json
@@ -48,23 +39,23 @@ FAULTS = (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError)
 
 
 def check_hub(repo: str) -> None:
-    """Whether the hub is there and knows who pushes; nothing is made on it. Raises ExportError."""
+    """Whether the hub is there and knows who pushes; nothing is made on it. Raises WrongInput."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ExportError(f"--push-to: must be OWNER/NAME, got {repo[:100]}: {error}") from None
+        raise WrongInput(f"--push-to: must be OWNER/NAME, got {repo[:100]}: {error}") from None
     if repo.count("/") != 1:
-        raise ExportError(f"--push-to: must be OWNER/NAME, got {repo[:100]}; put your name or organisation before it")
+        raise WrongInput(f"--push-to: must be OWNER/NAME, got {repo[:100]}; put your name or organisation before it")
     if hub.switched_off():
-        raise ExportError("--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it, or leave --push-to out")
+        raise WrongInput("--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it, or leave --push-to out")
     if unreachable := _unreachable():
-        raise ExportError(f"--push-to: {unreachable}; try again when it can be reached, or leave --push-to out")
+        raise WrongInput(f"--push-to: {unreachable}; try again when it can be reached, or leave --push-to out")
     if get_token() is None:
-        raise ExportError("--push-to: nobody is logged in to the hub; run: hf auth login")
+        raise WrongInput("--push-to: nobody is logged in to the hub; run: hf auth login")
     try:
         _api().whoami()
     except FAULTS as error:
-        raise ExportError(f"--push-to: the hub does not take the login: {_first_line(error)}; hf auth login") from None
+        raise WrongInput(f"--push-to: the hub does not take the login: {_first_line(error)}; hf auth login") from None
 
 
 def publish(folder: Path, repo: str, *, public: bool) -> str:
@@ -107,28 +98,28 @@ LOOK_S = 120.0  # for the converter to start; it imports torch
 
 def find_converter() -> list[str]:
     """The command that converts: the script in the folder that LLAMA_CPP names, in this Python, else the one on the
-    PATH. Raises ExportError."""
+    PATH. Raises WrongInput."""
     if folder := os.environ.get(FOLDER):
         script = Path(folder).expanduser() / SCRIPT
         if not script.is_file():
-            raise ExportError(f"{FOLDER}: must be the folder of llama.cpp, got {folder}, without {SCRIPT}; {CLONE}")
+            raise WrongInput(f"{FOLDER}: must be the folder of llama.cpp, got {folder}, without {SCRIPT}; {CLONE}")
         return [sys.executable, str(script)]
     if found := shutil.which(SCRIPT) or shutil.which(SCRIPT.removesuffix(".py")):
         return [found]
-    raise ExportError(
+    raise WrongInput(
         f"--gguf: needs {SCRIPT} of llama.cpp, which is not on the PATH; {CLONE}, and set {FOLDER} to that folder"
     )
 
 
 def check_converter(command: Sequence[str], source: Source) -> None:
-    """Whether it starts, and knows the architecture. Raises ExportError."""
+    """Whether it starts, and knows the architecture. Raises WrongInput."""
     told = _called([*command, "--print-supported-models"], LOOK_S)
     if told.returncode:
-        raise ExportError(f"--gguf: {command[-1]} does not start: {_last_line(told)}; install what it asks for")
+        raise WrongInput(f"--gguf: {command[-1]} does not start: {_last_line(told)}; install what it asks for")
     known, path = (told.stdout + told.stderr).split(), source.config.model.source
     for name in read_json(path, "config.json").get("architectures") or ():
         if name not in known:
-            raise ExportError(
+            raise WrongInput(
                 f"--gguf: {command[-1]} does not know {name}, the architecture of {path}; take a newer llama.cpp, or "
                 "leave --gguf out"
             )
@@ -181,7 +172,7 @@ class Job:
 def run(asked: ExportRequest) -> int:
     """Exit code: as of `reported`."""
     machine.sleeping_threads()
-    return reported(lambda: _export(asked), wrong=(ExportError,), failed=(ExportFailed,))
+    return reported(lambda: _export(asked), failed=(ExportFailed,))
 
 
 def _export(asked: ExportRequest) -> None:
@@ -208,11 +199,11 @@ def _export(asked: ExportRequest) -> None:
 
 
 def _checked(asked: ExportRequest) -> Job:
-    """Raises ExportError, and what else is wrong with a run's inputs."""
+    """Raises WrongInput, and what else is wrong with a run's inputs."""
     _check_options(asked)
     source = find(asked.run, asked.step, asked.model)
     if source.whole_model and asked.adapter_only:
-        raise ExportError(f"--adapter-only: {source.name} trained all weights and has no adapter; leave it out")
+        raise WrongInput(f"--adapter-only: {source.name} trained all weights and has no adapter; leave it out")
     scores = None if asked.scores is None else _scores(asked.scores, source)
     path, converter = source.config.model.path, None
     if not asked.adapter_only:
@@ -250,37 +241,35 @@ def _scores(file: Path, source: Source) -> Scores:
 
 
 def _check_options(asked: ExportRequest) -> None:
-    """Raises ExportError for options that do not go together."""
+    """Raises WrongInput for options that do not go together."""
     merged = {"--dtype": asked.dtype is not None, "--gguf": asked.gguf}
     for name, given in merged.items():
         if given and asked.adapter_only:
-            raise ExportError(f"{name}: is for merged weights and does not go with --adapter-only; leave one out")
+            raise WrongInput(f"{name}: is for merged weights and does not go with --adapter-only; leave one out")
     if asked.outtype is not None and not asked.gguf:
-        raise ExportError("--outtype: goes with --gguf, which is not given; give both, or neither")
+        raise WrongInput("--outtype: goes with --gguf, which is not given; give both, or neither")
     if asked.public and asked.push_to is None:
-        raise ExportError("--public: goes with --push-to, which is not given; give both, or neither")
+        raise WrongInput("--public: goes with --push-to, which is not given; give both, or neither")
 
 
 def _check_new(out: Path) -> None:
     if out.is_symlink() or out.is_mount():  # it is made under another name beside it, and renamed
-        raise ExportError(
-            f"OUT: must be a folder that can be made, and {out} is a link or a mount; give {out / 'NAME'}"
-        )
+        raise WrongInput(f"OUT: must be a folder that can be made, and {out} is a link or a mount; give {out / 'NAME'}")
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
         if not taken:
             out.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExportError(
+        raise WrongInput(
             f"OUT: must be a folder that can be made, got {out} ({error.strerror}); give another"
         ) from None
     if taken:
-        raise ExportError(f"OUT: must be a new or empty folder, and {out} is not; give another")
+        raise WrongInput(f"OUT: must be a new or empty folder, and {out} is not; give another")
 
 
 def _check_weights(source: Source, *, merges: bool) -> None:
     """Whether what was learned is whole and finite, and likewise the base that it is merged into. Raises
-    WeightsError."""
+    WrongInput."""
     base = source.config.model.source
     if source.whole_model:
         check_model(str(source.learned), "RUN")
@@ -301,7 +290,7 @@ def _check_base(source: Source) -> None:
     if source.whole_model:
         return
     if read_json(path, "config.json").get("quantization_config"):
-        raise ExportError(
+        raise WrongInput(
             f"model.path: {path} is quantised, and an adapter is not merged into such weights; give --adapter-only"
         )
     if not check_base(source):

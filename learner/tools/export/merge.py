@@ -76,7 +76,7 @@ def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window
     Args:
         dtype: of the weights. windows: of recorded completions; random tokens stand for none.
 
-    Raises ExportError: there is too little memory. ExportFailed: what was written is not what was learned.
+    Raises WrongInput: there is too little memory. ExportFailed: what was written is not what was learned.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = _device(size)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
+from cluster.errors import WrongInput
 from cluster.machine import available_memory
 from cluster.memory.plan import gib
 from cluster.memory.shape import DTYPE_BYTES
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What ends an export.
-
-
-class ExportError(ValueError):
-    """Something given is wrong, found before anything is written; one sentence."""
 
 
 class ExportFailed(RuntimeError):
@@ -81,21 +78,21 @@ class Source:
 
 
 def find(run: Path, step: int | None, model: str | None = None) -> Source:
-    """The newest whole checkpoint of a run's folder, or that of a step. Raises ExportError.
+    """The newest whole checkpoint of a run's folder, or that of a step. Raises WrongInput.
 
     model: the base, where it is no longer at model.path.
     """
     run = run.resolve()
     if not (run / "config.yaml").is_file():
-        raise ExportError(f"RUN: must be a run folder such as runs/demo-seed0, got {run}; check the path")
+        raise WrongInput(f"RUN: must be a run folder such as runs/demo-seed0, got {run}; check the path")
     folder = _checkpoint(run / "checkpoints", step)
     try:
         config = RunConfig.model_validate_json(read_text(folder / "config.json"))
         inputs = Fingerprints.read(folder / FILE)
         evaluations = [Evaluation(**dict(one)) for one in checkpoint.read_state(folder).evaluations]
-    except (ValidationError, OSError, ValueError, checkpoint.CheckpointError) as error:
+    except (ValidationError, OSError, ValueError, WrongInput) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise ExportError(
+        raise WrongInput(
             f"RUN: {folder} was made by another version of gleaner, of which this one cannot read all ({first}); "
             "export it with that version, or go on with the run for a step"
         ) from None
@@ -104,7 +101,7 @@ def find(run: Path, step: int | None, model: str | None = None) -> Source:
     source = Source(run, config, folder, checkpoint.step_of(folder), evaluations, inputs)
     wanted = "config.json" if source.whole_model else CONFIG_FILE
     if not (source.learned / wanted).is_file() or not (source.whole_model or (source.learned / WEIGHTS_FILE).is_file()):
-        raise ExportError(
+        raise WrongInput(
             f"RUN: {folder} holds no {wanted}, as those of an older version of gleaner; go on with the run for a step"
         )
     return source
@@ -112,7 +109,7 @@ def find(run: Path, step: int | None, model: str | None = None) -> Source:
 
 def _with_base(config: RunConfig, model: str) -> RunConfig:
     if config.learner.mode == "full":
-        raise ExportError("--model: is the base of an adapter, and this run trained all weights; leave it out")
+        raise WrongInput("--model: is the base of an adapter, and this run trained all weights; leave it out")
     path = str(Path(model).absolute()) if Path(model).is_dir() else model
     revision = config.model.revision if path == config.model.path else None
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "revision": revision})})
@@ -121,26 +118,26 @@ def _with_base(config: RunConfig, model: str) -> RunConfig:
 def _checkpoint(root: Path, step: int | None) -> Path:
     kept = checkpoint.listing(root)
     if not kept:
-        raise ExportError(f"RUN: {root.parent} has no checkpoint yet; wait for its first (checkpoint.every)")
+        raise WrongInput(f"RUN: {root.parent} has no checkpoint yet; wait for its first (checkpoint.every)")
     if step is None:
         found, skipped = checkpoint.newest(root)
         if found is None:
-            raise ExportError(f"RUN: no checkpoint in {root} is whole ({'; '.join(skipped)}); copy the run again")
+            raise WrongInput(f"RUN: no checkpoint in {root} is whole ({'; '.join(skipped)}); copy the run again")
         return found
     folder = root / checkpoint.name_of(step)
     if folder not in kept:
         steps = ", ".join(str(checkpoint.step_of(one)) for one in kept)
-        raise ExportError(
+        raise WrongInput(
             f"--step: must be one whose checkpoint is kept ({steps}), got {step}; raise checkpoint.keep to keep more"
         )
     if reason := checkpoint.verify(folder):
-        raise ExportError(f"--step: {folder} is not whole ({reason}); give another step")
+        raise WrongInput(f"--step: {folder} is not whole ({reason}); give another step")
     return folder
 
 
 def check_base(source: Source) -> bool:
     """Whether it is known that the base is the one that the adapter was trained on: a hub's revision says nothing of a
-    folder. Raises ExportError if it is another."""
+    folder. Raises WrongInput if it is another."""
     path, recorded = source.config.model.source, source.inputs.base
     now = content_of(path)
     own = {name: digest for name, digest in recorded.items() if not name.startswith(("reference ", "value "))}
@@ -148,7 +145,7 @@ def check_base(source: Source) -> bool:
         return False  # the one by its commit, the other by its files
     differ = [name for name in differing(now, own) if name.endswith(".safetensors") or name == REVISION]
     if differ:
-        raise ExportError(
+        raise WrongInput(
             f"model.path: {path} must be the base that the run was trained on, and has another {', '.join(differ)}; "
             "put the same model there, or say with --model where it is"
         )
@@ -330,20 +327,20 @@ def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
 
 
 def check_disk(wanted: Needed, out: Path) -> None:
-    """Raises ExportError."""
+    """Raises WrongInput."""
     there = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(there).free
     if wanted.disk > free:
-        raise ExportError(
+        raise WrongInput(
             f"OUT: needs {gib(wanted.disk)} on the disk of {there}, which has {gib(free)} left; give another folder"
         )
 
 
 def check_memory(wanted: Needed) -> None:
-    """Of a merge on the CPU. Raises ExportError."""
+    """Of a merge on the CPU. Raises WrongInput."""
     free = available_memory()
     if wanted.memory > free:
-        raise ExportError(
+        raise WrongInput(
             f"RUN: merging in float32 needs {gib(wanted.memory)} of memory, {gib(free)} are free; give "
             "--adapter-only, which needs none, or merge on a larger machine"
         )

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cluster.errors import WrongInput
 from learner.driver.console import escaped
-from learner.tools.replay.recorded import ReplayError
-from learner.tools.report.run_folder import ReportError, Run, read_run
+from learner.tools.report.run_folder import Run, read_run
 from rollout.env.trajectory import FAULTS
 
 # Where a series of noisy values changes its level for the worse. Pure numpy.
@@ -105,14 +105,11 @@ NOT_A_CAUSE = ("time/", "memory/", "buffer/", "reward/ms", "rollout/tokens_per_s
 
 
 def bisect(folder: Path, metric: str, *, as_json: bool) -> int:
-    """Prints it. Exit code: 0, also where nothing broke. Raises ReplayError."""
-    try:
-        run = read_run(folder, every=True)
-    except ReportError as error:
-        raise ReplayError(str(error)) from None
+    """Prints it. Exit code: 0, also where nothing broke. Raises WrongInput."""
+    run = read_run(folder, every=True)
     steps, values = _values(run, metric)
     if len(values) < FEWEST:
-        raise ReplayError(
+        raise WrongInput(
             f"--bisect: needs at least {FEWEST} values of {metric}, and {folder} has {len(values)}; wait for more steps"
         )
     direction = worse(metric, run.metrics)
@@ -133,11 +130,11 @@ def bisect(folder: Path, metric: str, *, as_json: bool) -> int:
 
 
 def _values(run: Run, metric: str) -> tuple[list[int], list[float]]:
-    """Those after step 0. Raises ReplayError for a metric that the run does not have."""
+    """Those after step 0. Raises WrongInput for a metric that the run does not have."""
     if metric not in run.metrics:
         near = difflib.get_close_matches(metric, run.metrics, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/metrics.md has them all"
-        raise ReplayError(f"--bisect: must be a metric of the run, got {metric}{hint}")
+        raise WrongInput(f"--bisect: must be a metric of the run, got {metric}{hint}")
     pairs = [(step, value) for step, value in zip(run.steps, run.metrics[metric], strict=True) if value is not None]
     kept = [pair for pair in pairs if pair[0] > 0 or metric.startswith("eval/")]
     return [step for step, _ in kept], [value for _, value in kept]

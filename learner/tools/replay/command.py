@@ -16,14 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster import machine
+from cluster.errors import WrongInput
 from learner.config import RunConfig
 from learner.config.load import absolute
 from learner.driver.console import escaped
-from learner.driver.metrics import RewardsFailing
+from learner.driver.failure import RunEnded
 from learner.driver.record import POLICIES
 from learner.tools.replay import ReplayRequest
 from learner.tools.replay.bisect import bisect
-from learner.tools.replay.recorded import Learner, Recorded, ReplayError, Step, Taken, load_config, read_recorded
+from learner.tools.replay.recorded import Learner, Recorded, Step, Taken, load_config, read_recorded
 from learner.tools.replay.what_if import (
     Changes,
     Question,
@@ -180,13 +181,13 @@ def _relative(then: float | None, now: float) -> float:
 def run(asked: ReplayRequest) -> int:
     """Exit code: 0; 1 if something differs, or failed on the way; 2 if something given is wrong."""
     codes: list[int] = []
-    return reported(lambda: codes.append(_replay(asked)), wrong=(ReplayError,), failed=(RewardsFailing,)) or codes[0]
+    return reported(lambda: codes.append(_replay(asked)), failed=(RunEnded,)) or codes[0]
 
 
 def _replay(asked: ReplayRequest) -> int:
     if asked.bisect is not None:
         if asked.overrides or asked.output is not None or asked.start or asked.to is not None:
-            raise ReplayError(
+            raise WrongInput(
                 "--bisect: looks at what the run recorded and takes no step; leave out other settings, --from, --to "
                 "and --output"
             )

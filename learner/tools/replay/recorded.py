@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
+from cluster.errors import WrongInput
 from cluster.reading import Unreadable
 from cluster.telemetry import MetricsFile, number
 from learner.config import RunConfig, load
 from learner.driver import checkpoint
 from learner.driver.checkpoint import TRAINER
+from learner.driver.failure import RunEnded
 from learner.driver.identity import (
     FILE,
     Fingerprints,
     differing,
     fingerprints_of,
 )
-from learner.driver.metrics import (
-    RewardsFailing,
-    batch_metrics,
-    failing,
-    unscored,
-)
+from learner.driver.metrics import batch_metrics, failing, unscored
 from learner.driver.record import PolicyLine, read_policies
-from learner.tools.report.run_folder import ReportError, read_run
+from learner.tools.report.run_folder import read_run
 from rollout import ledger
 from rollout.env.config import EnvConfig
 from rollout.schema import groups_of
@@ -36,10 +33,6 @@ if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer
 
 NOT_LEARNED = ("rollout/refilled_groups", "rollout/unscored_groups")
-
-
-class ReplayError(ValueError):
-    """The run cannot be replayed as asked for; one sentence says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +52,10 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Its line of metrics.jsonl, without what was not finite. Raises ReplayError."""
+        """Its line of metrics.jsonl, without what was not finite. Raises WrongInput."""
         row = next(self.lines.rows([self.number]))
         if not row:
-            raise ReplayError(
+            raise WrongInput(
                 f"step {self.number}: its line in metrics.jsonl cannot be read; choose others by --from and --to"
             )
         return {name: known for name, value in row.items() if name != "step" and (known := number(value)) is not None}
@@ -73,15 +66,15 @@ class Step:
 
     def groups(self, groups_per_step: int) -> tuple[list[pa.Table], list[pa.Table]]:
         """Those that the learner got, in its order, and those that dynamic sampling replaced, or that had no reward.
-        Raises ReplayError."""
+        Raises WrongInput."""
         try:
             found = groups_of(ledger.read(self.file))
         except (OSError, ValueError, pa.ArrowException) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ReplayError(f"step {self.number}: {self.file} cannot be read: {reason}") from error
+            raise WrongInput(f"step {self.number}: {self.file} cannot be read: {reason}") from error
         replaced = int(sum(self.counted().values()))
         if len(found) != groups_per_step + replaced:
-            raise ReplayError(
+            raise WrongInput(
                 f"step {self.number}: {self.file} must hold {groups_per_step + replaced} groups, as the step had, and "
                 f"holds {len(found)}: it was changed since, or the run was resumed with another learner.groups_per_step"
             )
@@ -98,92 +91,89 @@ class Recorded:
     policies: dict[int, PolicyLine]
 
     def chosen(self, start: int, to: int | None) -> list[Step]:
-        """The steps after `start` up to `to`, or to the last. Raises ReplayError for one that is not there."""
+        """The steps after `start` up to `to`, or to the last. Raises WrongInput for one that is not there."""
         last = max(self.steps)
         to = last if to is None else to
         if not 0 <= start < to <= last:
-            raise ReplayError(
+            raise WrongInput(
                 f"--from, --to: must be 0 <= --from < --to <= {last}, the last recorded step, since the first that is "
                 f"taken is the one after --from; got {start} and {to}"
             )
         if missing := [step for step in range(start + 1, to + 1) if step not in self.steps]:
-            raise ReplayError(
+            raise WrongInput(
                 f"step {missing[0]}: {self.folder} has not both its rollouts and its line in metrics.jsonl; choose "
                 "others by --from and --to"
             )
         return [self.steps[step] for step in range(start + 1, to + 1)]
 
     def checkpoint(self, step: int) -> Path | None:
-        """The kept checkpoint of that step; None for step 0, the beginning. Raises ReplayError."""
+        """The kept checkpoint of that step; None for step 0, the beginning. Raises WrongInput."""
         if step == 0:
             return None
         root = self.folder / "checkpoints"
         folder = root / checkpoint.name_of(step)
         if not folder.is_dir():
             kept = ", ".join(str(checkpoint.step_of(one)) for one in _kept(root)) or "none"
-            raise ReplayError(
+            raise WrongInput(
                 f"--from: must be 0 or the step of a kept checkpoint ({kept}), got {step}; checkpoint.keep says how "
                 "many are kept"
             )
         if reason := checkpoint.verify(folder):
-            raise ReplayError(f"--from: {folder} is not whole: {reason}; give another step")
+            raise WrongInput(f"--from: {folder} is not whole: {reason}; give another step")
         return folder
 
     def check_inputs(self, *, own_loss: bool) -> None:
         """Whether base model and, if asked for, the user's own loss are still those of the run, as far as a kept
-        checkpoint says. Raises ReplayError."""
+        checkpoint says. Raises WrongInput."""
         known = [one / FILE for one in reversed(_kept(self.folder / "checkpoints")) if (one / FILE).exists()]
         if not known:
             return
         try:
             then = Fingerprints.read(known[0])
         except Unreadable as error:
-            raise ReplayError(f"RUN: {error}; take that checkpoint away") from None
+            raise WrongInput(f"RUN: {error}; take that checkpoint away") from None
         now = fingerprints_of(self.config.model_copy(update={"rewards": [], "env": EnvConfig()}), ())
         pairs = [("model.path", now.base, then.base)]
         if own_loss:
             pairs.append(("learner.loss.ratio", now.loss, then.loss))
         for key, new, old in pairs:
             if others := differing(new, old):
-                raise ReplayError(
+                raise WrongInput(
                     f"{key}: must have the content that the run was made with, and {', '.join(others)} differs; "
                     "put that back"
                 )
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """Raises ReplayError: it is no run folder, it is another version's, or no step of it is whole."""
-    try:
-        run = read_run(folder)
-    except ReportError as error:
-        raise ReplayError(str(error)) from None
+    """Raises WrongInput: it is no run folder, it is another version's, or no step of it is whole."""
+    run = read_run(folder)
     config = load_config(folder, ())
     try:
         policies = {line.step: line for line in read_policies(folder)}
     except Unreadable as error:
-        raise ReplayError(f"RUN: {error}; take it away") from None
+        raise WrongInput(f"RUN: {error}; take it away") from None
     files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
     lines = run.file
     known = [] if lines is None else [step for step in sorted(files) if step > 0 and step in lines]
     steps = {step: Step(step, files[step], lines, policies.get(step)) for step in known if lines is not None}
     if not steps:
-        raise ReplayError(
+        raise WrongInput(
             f"RUN: {folder} has no step with both its rollouts and its line in metrics.jsonl yet; wait for the first"
         )
     return Recorded(folder, config, steps, policies)
 
 
 def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's configuration with `overrides` on top. Raises ReplayError if this version refuses the run's own,
+    """The run's configuration with `overrides` on top. Raises WrongInput if this version refuses the run's own,
     ConfigError for the overrides."""
     file = folder / "config.yaml"
     if not file.exists():
-        raise ReplayError(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
+        raise WrongInput(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
     try:
         plain = load.load_config(str(file), ())
     except load.ConfigError as error:
         first = str(error).splitlines()[0]
-        raise ReplayError(
+        raise WrongInput(
             f"RUN: {file} was written by another version of gleaner, and this one refuses it ({first}); correct the "
             "file, or replay with that version"
         ) from None
@@ -263,7 +253,7 @@ class Learner:
         policy, budget = step.policy, step.metrics.get("memory/token_budget")
         total = self._config.num_steps if policy is None else policy.total_steps
         if total is None:
-            raise ReplayError(
+            raise WrongInput(
                 f"step {step.number}: an earlier version of gleaner made this run with epochs, and did not record for "
                 "how many steps its learning-rate schedule was made; it cannot be replayed"
             )
@@ -284,7 +274,7 @@ class Learner:
             try:
                 self._trainer, self._built = _build(self._config, conditions), conditions
             except ValueError as error:
-                raise ReplayError(str(error)) from error
+                raise WrongInput(str(error)) from error
             if state is not None:
                 await self._trainer.load(state / TRAINER)
         return self._trainer
@@ -297,7 +287,7 @@ class Learner:
         if (wrong := failing(groups)) is not None:
             raise wrong
         if unscored(groups[: len(trained)]):
-            raise RewardsFailing(
+            raise RunEnded(
                 f"step {step.number}: no completion of its batch has a reward, so nothing can be learned from it; give "
                 "reward functions that score some, or other steps by --from and --to"
             )
@@ -305,7 +295,7 @@ class Learner:
         try:
             metrics |= await trainer.step(groups[: len(trained)])
         except ValueError as error:
-            raise ReplayError(f"step {step.number}: {error} ({step.file})") from error
+            raise WrongInput(f"step {step.number}: {error} ({step.file})") from error
         return Taken(step, metrics, await _digest(trainer), groups, len(trained), await trainer.mismatch())
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
+from cluster.errors import WrongInput
 from cluster.telemetry import Metrics
 from learner.config import RunConfig
 from learner.config.load import to_yaml
@@ -23,7 +24,7 @@ from learner.driver import record
 from learner.driver.checkpoint import ADAPTER_FILES
 from learner.driver.identity import FIXED, leaves, same_value
 from learner.model.adapter_config import MODEL
-from learner.tools.replay.recorded import Learner, ReplayError, Scoring, Step, Taken
+from learner.tools.replay.recorded import Learner, Scoring, Step, Taken
 from learner.tools.report.run_folder import REPLAY
 from learner.tools.reward_trial import group_of
 from rewards.check import try_rewards
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 class ReplayFolder:
     """path: a new folder, or an empty one. facts: for replay.json. rescored: whether the groups have other rewards than
-    the recorded ones; else the run's own files are linked to. Raises ReplayError where it cannot be written."""
+    the recorded ones; else the run's own files are linked to. Raises WrongInput where it cannot be written."""
 
     def __init__(self, path: Path, config: RunConfig, facts: dict[str, Any], *, rescored: bool) -> None:
         self.path, self._rescored, self._steps = path, rescored, 0
@@ -51,7 +52,7 @@ class ReplayFolder:
             (path / "config.yaml").write_text(to_yaml(config))
             (path / REPLAY).write_text(json.dumps(facts, indent=1))
         except OSError as error:
-            raise ReplayError(f"--output: {path} cannot be written ({error.strerror}); give another folder") from error
+            raise WrongInput(f"--output: {path} cannot be written ({error.strerror}); give another folder") from error
         self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
 
     def add(self, taken: Taken) -> None:
@@ -97,7 +98,7 @@ class ReplayFolder:
 
 
 def place_for(run: Path, output: Path | None) -> Path:
-    """The folder that is asked for, or the first that is free beside the run. Raises ReplayError if it holds
+    """The folder that is asked for, or the first that is free beside the run. Raises WrongInput if it holds
     something."""
     if output is None:
         beside = run.resolve()
@@ -105,9 +106,9 @@ def place_for(run: Path, output: Path | None) -> Path:
         names = (f"{own}-replay{'' if number == 1 else f'-{number}'}" for number in range(1, 10**6))
         return next(place for name in names if not (place := beside.with_name(name)).exists())
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ReplayError(f"--output: must be a new folder or an empty one, got {output}; give another")
+        raise WrongInput(f"--output: must be a new folder or an empty one, got {output}; give another")
     if not re.fullmatch(NAME, output.absolute().name):
-        raise ReplayError(
+        raise WrongInput(
             f"--output: its last part names a run, so it must be of letters, digits, dots, dashes and _, got {output}"
         )
     return output.absolute()
@@ -175,9 +176,9 @@ def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> 
 
 
 def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int) -> None:
-    """Raises ReplayError, with a line for each change that would need other completions, or another beginning."""
+    """Raises WrongInput, with a line for each change that would need other completions, or another beginning."""
     if then.learner.mode == "full" and then.memory.base == "sharded":
-        raise ReplayError(
+        raise WrongInput(
             "memory.base: a replay has the whole model in one process, and a run with learner.mode=full and "
             "memory.base=sharded sums and rounds in its shards otherwise, so its steps cannot be taken again; --bisect "
             "looks at what it recorded"
@@ -201,7 +202,7 @@ def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int
             "out of a reward again; for others start a run"
         )
     if wrong:
-        raise ReplayError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
 
 
 def decides(changes: Changes) -> bool:

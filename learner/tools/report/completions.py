@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cluster.errors import WrongInput
 from learner.algo.advantage import ADVANTAGES
 from learner.driver import record
-from learner.tools.report.run_folder import ReportError
 from rollout import ledger
 from rollout.schema import asked_of, groups_of, lasts, rewards_of, said_of
 
@@ -65,13 +65,13 @@ def read_step(
 
     advantage: the row of ADVANTAGES that the run used, None where it used none. trained: how many of the groups, the
     first, were trained on; the others, which dynamic sampling replaced, have no advantage (None: all). tokens: whether
-    ids and logprobs go in, too. Raises ReportError.
+    ids and logprobs go in, too. Raises WrongInput.
     """
     try:
         rows = ledger.read(file)
     except (OSError, ValueError, pa.ArrowException) as error:
         said = " ".join(str(error).split())[:200]
-        raise ReportError(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
+        raise WrongInput(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
     tables = groups_of(rows)
     mismatch = _mismatch(file) if tokens else {}
     whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
@@ -242,7 +242,7 @@ def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], lim
             step = read(by_step[number], None)
             while len(step.block) > room and not kept and len(step.lines) > 1:
                 step = read(by_step[number], len(step.lines) // 2)
-        except ReportError as error:
+        except WrongInput as error:
             made.remarks.append(f"{error}.")
             continue
         completions += sum(len(line["rewards"]) for line in step.lines)

@@ -154,7 +154,7 @@ def _digest(text: str) -> str:
 def blocks_of(folder: Path, against: Path | None, limit: int) -> tuple[str, dict[str, Block]]:
     """Title and blocks of the whole page: head, index, pieces, and step-<number> for the completions of each step.
 
-    limit: bytes that the steps may take. Raises ReportError.
+    limit: bytes that the steps may take. Raises WrongInput.
     """
     runs = read_runs(folder, against)
     run = runs[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import files
+from cluster.errors import WrongInput
 from cluster.reading import ConfigError, Unreadable, check_plain, json_value, mapping_of, read_text
 from cluster.telemetry import MetricsFile, number
 from learner.driver import console
@@ -17,10 +18,6 @@ REPLAY = "replay.json"  # in the folder of a replay
 MOST = 2**19  # bytes of config.yaml, plan.json and replay.json
 SHOWN = 2000  # steps of a curve: more than a screen has columns
 Column = list[float | None]
-
-
-class ReportError(ValueError):
-    """There is nothing to report on, or it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ def begun(folder: Path) -> bool:
 
 
 def read_runs(folder: Path, against: Path | None) -> list[Run]:
-    """A run, and the one that it is compared with, told apart by their names. Raises ReportError."""
+    """A run, and the one that it is compared with, told apart by their names. Raises WrongInput."""
     folders = [folder] if against is None else [folder, against]
     runs = [read_run(one) for one in folders]
     parts = [one.resolve().parts for one in folders]
@@ -74,12 +71,12 @@ def read_runs(folder: Path, against: Path | None) -> list[Run]:
 
 
 def read_run(folder: Path, *, every: bool = False) -> Run:
-    """every: each step counts as shown, however many they are. Raises ReportError if the folder is not one of a run
+    """every: each step counts as shown, however many they are. Raises WrongInput if the folder is not one of a run
     that has begun."""
     if not folder.is_dir():
-        raise ReportError(f"run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
+        raise WrongInput(f"run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
     if not begun(folder):
-        raise ReportError(
+        raise WrongInput(
             f"run: {folder} has neither metrics.jsonl nor rollouts/; give a run folder, or wait for its first step"
         )
     remarks: list[str] = []

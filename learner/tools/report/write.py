@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import files
+from cluster.errors import WrongInput
 from cluster.files import writing
 from learner.driver.console import escaped
 from learner.tools.report.completions import Block, Sample, Step, mismatch_file, packed, read_step, sampled
@@ -26,7 +27,7 @@ from learner.tools.report.page import (
     title_of,
     trained_of,
 )
-from learner.tools.report.run_folder import ReportError, Run, begun, read_run, read_runs
+from learner.tools.report.run_folder import Run, begun, read_run, read_runs
 
 # The report while a run trains: served to browsers of this machine, behind a key in the address.
 #
@@ -59,7 +60,7 @@ class Watched:
         return page(title_of(self._runs()), {}, live=True)
 
     def block(self, name: str) -> Block | None:
-        """The block of that name as things are now; None if there is none. Raises ReportError."""
+        """The block of that name as things are now; None if there is none. Raises WrongInput."""
         with self._lock:
             if name == "head":
                 runs = self._runs()
@@ -107,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         watched, name = self.server.watched, parts[2]
         try:
             found = watched.block(name) if name else "".join(watched.page())
-        except (OSError, ReportError) as error:
+        except (OSError, WrongInput) as error:
             return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n")
         if found is None:
             return self._answer(HTTPStatus.NOT_FOUND, "no such part of the report\n")
@@ -178,7 +179,7 @@ def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int
     target = run / "report.html" if out is None else out
     try:
         title, blocks = blocks_of(run, against, limit)
-    except (OSError, ReportError) as error:
+    except (OSError, WrongInput) as error:
         return _failed(error, 2)
     partial = target.with_name(target.name + ".partial")
     try:
@@ -199,7 +200,7 @@ def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
     try:
         _wait_for_first_step(run)
         watched = Watched(run, against, limit)
-    except (OSError, ReportError) as error:
+    except (OSError, WrongInput) as error:
         return _failed(error, 2)
     except KeyboardInterrupt:
         return 0

@@ -6,16 +6,16 @@ from typing import Any
 
 import aiohttp
 
+from cluster.errors import WrongInput
 from rewards.loader import load_own
 from rollout.env.protocol import Message, Start, Step, Turn
-from rollout.env.tools.functions import ToolError
 from rollout.schema import Problem
 
 MOST_BYTES = 16 * 2**20  # of an answer
 OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors of a step after which the session goes on
 
 
-class Refused(ToolError):
+class Refused(WrongInput):
     """An error that the server answered with. code: its WSErrorCode."""
 
     def __init__(self, sentence: str, code: str) -> None:
@@ -43,9 +43,9 @@ class OpenEnv:
         self._session: aiohttp.ClientSession | None = None
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begins an episode under the group's seed. Raises ToolError with the server's words."""
+        """Begins an episode under the group's seed. Raises WrongInput with the server's words."""
         if isinstance(problem.messages, str):
-            raise ToolError("openenv: problems must be chat messages, got plain text; see data.prompt")
+            raise WrongInput("openenv: problems must be chat messages, got plain text; see data.prompt")
         self._session = aiohttp.ClientSession()
         self._socket = await self._session.ws_connect(self._url, max_msg_size=MOST_BYTES)
         data = await self._ask("reset", {"seed": seed % 2**31, "episode_id": problem.id})
@@ -56,7 +56,7 @@ class OpenEnv:
         return Start(tuple(messages))
 
     async def step(self, turn: Turn) -> Step:
-        """Does what the text says. Raises ToolError where the session has ended."""
+        """Does what the text says. Raises WrongInput where the session has ended."""
         try:
             data = await self._ask("step", self._action(turn.text))
         except Refused as error:

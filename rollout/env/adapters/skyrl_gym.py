@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from cluster.errors import WrongInput
 from rewards.loader import load_own
 from rollout.env.protocol import Start, Step, Turn
-from rollout.env.tools.functions import ToolError
 from rollout.schema import Problem
 
 
@@ -23,7 +23,7 @@ class SkyRLGym:
     config: the `env_config` of the instance.
     max_turns: that the instance is told; say the same in env.max_turns.
 
-    Raises ToolError if the package is missing, rewards.base.RewardLoadError if the class is.
+    Raises WrongInput if the package is missing, rewards.base.RewardLoadError if the class is.
     """
 
     def __init__(self, env: str, config: Mapping[str, Any] | None = None, max_turns: int = 8) -> None:
@@ -33,18 +33,18 @@ class SkyRLGym:
     async def reset(self, problem: Problem, seed: int) -> Start:
         """skyrl_gym has no seed: an environment that draws is to take it from a column."""
         if isinstance(problem.messages, str):
-            raise ToolError("skyrl_gym: problems must be chat messages, got plain text; see data.prompt")
+            raise WrongInput("skyrl_gym: problems must be chat messages, got plain text; see data.prompt")
         extras = {"max_turns": self._max_turns, **problem.columns}
         self._env = await asyncio.to_thread(self._make, env_config=self._config, extras=extras)
         messages, _ = await asyncio.to_thread(self._env.init, [dict(message) for message in problem.messages])
         return Start(tuple(messages))
 
     async def step(self, turn: Turn) -> Step:
-        """Passes the turn's text on. Raises ToolError for an answer that changes it."""
+        """Passes the turn's text on. Raises WrongInput for an answer that changes it."""
         answer = await asyncio.to_thread(self._env.step, turn.text)
         changed = answer.get("postprocessed_action")
         if changed is not None and changed != turn.text:
-            raise ToolError(
+            raise WrongInput(
                 f"skyrl_gym: {self._name} changes what was sampled (postprocessed_action), which then would be no "
                 "longer what the policy said; let it answer by an observation instead"
             )
@@ -75,7 +75,7 @@ def _registered(name: str) -> Any:
     try:
         import skyrl_gym
     except ImportError as error:
-        raise ToolError(
+        raise WrongInput(
             f"env.args.env: {name} is an environment of skyrl_gym, which does not import ({error}); run: pip install "
             "--no-deps skyrl-gym, and what the environment needs; or give path/file.py:Class"
         ) from error

@@ -14,12 +14,13 @@ import numpy as np
 import torch  # noqa: F401
 import transformers.utils.chat_template_utils  # noqa: F401
 
+from cluster.errors import WrongInput
 from rewards.base import said
 from rewards.loader import load_own
 from rollout.config import EPISODE
 from rollout.env.config import ENVIRONMENT, TURN_TIMEOUT_S
 from rollout.env.protocol import Message, Start, Step, Turn
-from rollout.env.tools.functions import Answering, CallLimits, FunctionTool, ToolError, ToolFailed, named
+from rollout.env.tools.functions import Answering, CallLimits, FunctionTool, ToolFailed, named
 from rollout.schema import Problem
 
 # TRL's reward functions where they are called with one trajectory at a time.
@@ -34,13 +35,13 @@ def given(reward: Callable[..., Any], have: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_given(name: str, reward: Callable[..., Any], have: Mapping[str, Any]) -> None:
-    """Raises ToolError for a function that asks for what there is not."""
+    """Raises WrongInput for a function that asks for what there is not."""
     parameters = inspect.signature(reward).parameters.values()
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     if missing := [one for one in needed if one not in have]:
-        raise ToolError(
+        raise WrongInput(
             f"env.args.rewards: {name} asks for {', '.join(missing)}, and there is {', '.join(sorted(have))}; give the "
             "parameter a default"
         )
@@ -49,14 +50,14 @@ def check_given(name: str, reward: Callable[..., Any], have: Mapping[str, Any]) 
 def load_rewards(uses: Sequence[str], taken: Collection[str] = ()) -> dict[str, Callable[..., Any]]:
     """The functions by the names that their parts of the reward have. taken: the names of other parts.
 
-    Raises rewards.base.RewardLoadError for a name that leads to no function, ToolError for two parts of one name.
+    Raises rewards.base.RewardLoadError for a name that leads to no function, WrongInput for two parts of one name.
     """
     uses = [uses] if isinstance(uses, str) else uses
     functions = [load_own(use, "my_reward") for use in uses]
     found = {str(getattr(one, "__name__", type(one).__name__)): one for one in functions}
     both = [name for name in taken if name in found]
     if len(found) < len(functions) or both:
-        raise ToolError(
+        raise WrongInput(
             f"env.args.rewards: each part of the reward must have a name of its own, got {', '.join(uses)}"
             f"{f' beside {both[0]}' if both else ''}; rename a function"
         )
@@ -88,7 +89,7 @@ class TrlEnvironment:
     turn_timeout_s: seconds for all calls of a turn; those that are left then are answered without being called.
     max_chars: of an answer; a longer one is cut and says so.
 
-    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, ToolError for two parts of
+    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, WrongInput for two parts of
     the reward with one name.
     """
 
@@ -103,7 +104,7 @@ class TrlEnvironment:
     ) -> None:
         named = {"": factory} if isinstance(factory, str) else factory
         if not isinstance(named, Mapping) or not named or not all(isinstance(one, str) for one in named.values()):
-            raise ToolError(
+            raise WrongInput(
                 "env.args.factory: must be a name such as my.py:Class, or a mapping of names to such, got "
                 f"{factory!r:.80}"
             )
@@ -119,15 +120,17 @@ class TrlEnvironment:
         self._answers: list[Message] = []  # to the last turn: part of the completion once the policy goes on from them
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Raises ToolError for a class without reset, or with a method that cannot be a tool."""
+        """Raises WrongInput for a class without reset, or with a method that cannot be a tool."""
         if isinstance(problem.messages, str):
-            raise ToolError("trl_environment: problems must be chat messages, got plain text; see data.prompt")
+            raise WrongInput("trl_environment: problems must be chat messages, got plain text; see data.prompt")
         random.seed(seed)
         np.random.seed(seed % 2**32)
         self._environment = await self._run(self._factory_of(problem))
         names = [name for name, _ in inspect.getmembers(type(self._environment), inspect.isfunction)]
         if "reset" not in names:
-            raise ToolError(f"env.args.factory: {type(self._environment).__name__} must have a method reset; write one")
+            raise WrongInput(
+                f"env.args.factory: {type(self._environment).__name__} must have a method reset; write one"
+            )
         methods = [n for n in names if n not in NOT_TOOLS and not n.startswith("_")]
         tools = {name: self._tool(getattr(self._environment, name)) for name in methods}
         self._answer = Answering(tools, self._limits, lambda name: f"Tool {name} not found.", _error)
@@ -135,7 +138,7 @@ class TrlEnvironment:
         self._columns = {"prompt": messages, **problem.columns}
         seen = await self._run(self._environment.reset, **_wanted(self._environment.reset, self._columns))
         if seen is not None and not isinstance(seen, str):
-            raise ToolError(f"trl_environment: reset must return text or None, got {type(seen).__name__}")
+            raise WrongInput(f"trl_environment: reset must return text or None, got {type(seen).__name__}")
         shown = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + (seen or "")}]
         self._shown = shown
         for name, reward in self._rewards.items():
@@ -145,7 +148,7 @@ class TrlEnvironment:
     def _factory_of(self, problem: Problem) -> Callable[..., Any]:
         name = problem.columns.get(ENVIRONMENT) if self._several else ""
         if not isinstance(name, str) or name not in self._factories:
-            raise ToolError(
+            raise WrongInput(
                 f"env.args.factory: must have what the column `{ENVIRONMENT}` of each problem names, and "
                 f"{problem.id} names {name!r:.80}; it has {', '.join(self._factories)}"
             )

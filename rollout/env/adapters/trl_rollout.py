@@ -94,7 +94,7 @@ class TrlRolloutFunc:
 
     Python's and numpy's global random numbers are seeded with the group's seed.
 
-    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, ToolError for two reward
+    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, WrongInput for two reward
     functions of one name.
     """
 

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cluster.actor import within
+from cluster.errors import WrongInput
 from rewards.base import said
 from rewards.environment import OF_ENVIRONMENTS, described
 from rollout.env.protocol import Message, Step, ToolCall, ToolSpec, Turn, as_text
@@ -25,18 +26,14 @@ from rollout.env.tools.parser import MAX_NAME
 _LEFT_OUT = ("title", "default", "discriminator")  # of pydantic's; transformers has none of them either
 
 
-class ToolError(ValueError):
-    """A function that cannot be a tool; the message says what it lacks."""
-
-
 def named(function: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
     """The name of a tool, and the function as its schema shows it: of a functools.partial without what it gives itself,
-    of an object its __call__. Raises ToolError for a generator."""
+    of an object its __call__. Raises WrongInput for a generator."""
     inner = function.func if isinstance(function, partial) else function
     code: Callable[..., Any] = inner if hasattr(inner, "__name__") else type(inner).__call__.__get__(inner)
     name = str(getattr(function, "__name__", getattr(inner, "__name__", type(inner).__name__)))
     if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
-        raise ToolError(f"tool {name}: must return its answer, and yields; return a value, for example a list")
+        raise WrongInput(f"tool {name}: must return its answer, and yields; return a value, for example a list")
     if code is function:
         return name, function
 
@@ -54,13 +51,13 @@ def named(function: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
 
 def spec_of(function: Callable[..., Any], name: str, arguments: type[BaseModel]) -> ToolSpec:
     """Its schema as transformers makes it, as in TRL; with pydantic's, which `arguments` has, where transformers knows
-    no more of a type than that it is an object: an enum is none, and a model has fields. Raises ToolError."""
+    no more of a type than that it is an object: an enum is none, and a model has fields. Raises WrongInput."""
     from transformers.utils.chat_template_utils import get_json_schema  # which loads torch
 
     try:
         spec: ToolSpec = get_json_schema(function)
     except Exception as error:  # of a function that nothing is known of
-        raise ToolError(
+        raise WrongInput(
             f"tool {name}: every parameter must have an annotation, and in the docstring, below a line `Args:`, a line "
             "`name: what it is` without its type, so that the model can be told how to call it; "
             f"{said(error).rstrip('.!')}"
@@ -74,31 +71,31 @@ def spec_of(function: Callable[..., Any], name: str, arguments: type[BaseModel])
                 told = _inlined(whole["properties"][key], whole.get("$defs", {}))
                 properties[key] = told | {"description": properties[key]["description"]}
         except Exception as error:  # pydantic's own are of several kinds
-            raise ToolError(f"tool {name}: annotations must be types that JSON has: {said(error)[:200]}") from error
+            raise WrongInput(f"tool {name}: annotations must be types that JSON has: {said(error)[:200]}") from error
     return spec
 
 
 def arguments_of(function: Callable[..., Any], name: str) -> type[BaseModel]:
     """A model of the keyword arguments. Its fields have made-up names, since a parameter may be called as a method.
-    Raises ToolError."""
+    Raises WrongInput."""
     hints = _hints(function, name)
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolError(f"tool {name}: parameters must be given by name, got {parameter}; name each")
+            raise WrongInput(f"tool {name}: parameters must be given by name, got {parameter}; name each")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[f"argument_{index}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
     try:
         return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
     except Exception as error:  # pydantic's own are of several kinds
-        raise ToolError(f"tool {name}: annotations must be types that JSON can hold: {said(error)[:200]}") from error
+        raise WrongInput(f"tool {name}: annotations must be types that JSON can hold: {said(error)[:200]}") from error
 
 
 def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except Exception as error:  # evaluating them runs code
-        raise ToolError(f"tool {name}: annotations must be names of types that are there: {said(error)}") from error
+        raise WrongInput(f"tool {name}: annotations must be names of types that are there: {said(error)}") from error
 
 
 def _is_vague(schema: Any) -> bool:
@@ -117,7 +114,7 @@ def _inlined(schema: Mapping[str, Any], named: Mapping[str, Any], within: tuple[
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         if name in within:
-            raise ToolError(f"{name} holds itself, and a tool's schema must come to an end")
+            raise WrongInput(f"{name} holds itself, and a tool's schema must come to an end")
         rest = {key: value for key, value in schema.items() if key != "$ref"}
         return _inlined({**named[name], **rest}, named, (*within, name))
     told: dict[str, Any] = {}
@@ -157,7 +154,7 @@ class FunctionTool:
     function: every parameter is annotated and described in the docstring (Google style, without types), since the JSON
     schema that the chat template shows is made of them (rollout.env.tools.functions).
 
-    Raises ToolError for a function of which no schema can be made.
+    Raises WrongInput for a function of which no schema can be made.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -249,7 +246,7 @@ class CallLimits:
 
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.turn_timeout_s) <= 0 or self.max_chars < 1:
-            raise ToolError(
+            raise WrongInput(
                 "env.args: timeout_s, turn_timeout_s and max_chars must be above 0, got "
                 f"{self.timeout_s:g}, {self.turn_timeout_s:g} and {self.max_chars}; raise them"
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cluster.errors import WrongInput
 from rewards.base import said
 from rollout.data.chat import Chat
 from rollout.data.hub import ChatError
@@ -149,7 +150,7 @@ OTHER = ToolCall("look_up", {"word": "hare", "count": 12, "exact": False})
 NO_CALL = "It is a red fox."
 
 
-class ToolParserError(ValueError):
+class ToolParserError(WrongInput):
     """No parser reads the calls that this model's chat template writes."""
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch  # noqa: F401  (of which transformers wants the tensors' type)
 import transformers.utils.chat_template_utils  # noqa: F401
 
+from cluster.errors import WrongInput
 from rewards.loader import load_own
 from rollout.env.config import TURN_TIMEOUT_S
 from rollout.env.protocol import Start, Step, Turn
-from rollout.env.tools.functions import Answering, CallLimits, FunctionTool, ToolError
+from rollout.env.tools.functions import Answering, CallLimits, FunctionTool
 from rollout.schema import Problem
 
 
@@ -29,7 +30,7 @@ class PythonTools:
     turn_timeout_s: seconds for all calls of a turn; those that are left then are answered without being called.
     max_chars: of one answer; a longer one is cut and says so.
 
-    Raises ToolError, before anything is sampled, for a function that cannot be a tool and for two of one name;
+    Raises WrongInput, before anything is sampled, for a function that cannot be a tool and for two of one name;
     rewards.base.RewardLoadError for a name that leads to no function.
     """
 
@@ -43,16 +44,16 @@ class PythonTools:
     ) -> None:
         functions = [functions] if isinstance(functions, str) else functions
         if not functions:
-            raise ToolError("tools: must be at least one function, got none; name one in env.args.functions")
+            raise WrongInput("tools: must be at least one function, got none; name one in env.args.functions")
         tools = [FunctionTool(load_own(one, "my_tool") if isinstance(one, str) else one) for one in functions]
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
-            raise ToolError(f"tools: names must differ, got {', '.join(tool.name for tool in tools)}; rename one")
+            raise WrongInput(f"tools: names must differ, got {', '.join(tool.name for tool in tools)}; rename one")
         self._answer = Answering(self._tools, CallLimits(timeout_s, turn_timeout_s, max_chars), self._no_tool)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         if isinstance(problem.messages, str):
-            raise ToolError("tools: problems must be chat messages, got plain text; use a model with a chat template")
+            raise WrongInput("tools: problems must be chat messages, got plain text; use a model with a chat template")
         return Start(problem.messages, tuple(tool.spec for tool in self._tools.values()))
 
     async def step(self, turn: Turn) -> Step:

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.errors import WrongInput
 from learner.algo.advantage import LOSSES
 from learner.algo.loss import (
-    SurrogateError,
     Tokens,
     explained_variance,
     function_of,
@@ -297,7 +297,7 @@ def refusal(ratio: str, **settings: Any) -> str | None:
     """What the trial says of a surrogate that cannot train."""
     try:
         try_surrogate(LossConfig(ratio=ratio, **settings))
-    except SurrogateError as error:
+    except WrongInput as error:
         return str(error)
     return None
 
@@ -362,10 +362,10 @@ def test_a_setting_that_the_function_does_not_take_is_refused(tmp_path: Path) ->
 
 
 def test_a_file_that_is_not_there_or_does_not_import_ends_the_start(tmp_path: Path, tiny_path: str) -> None:
-    with pytest.raises(SurrogateError, match=r"^learner.loss.ratio: there is no file .*gone.py"):
+    with pytest.raises(WrongInput, match=r"^learner.loss.ratio: there is no file .*gone.py"):
         make_trainer(tiny_path, loss=LossConfig(ratio=f"{tmp_path}/gone.py:f"))
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
-    with pytest.raises(SurrogateError, match=r"^learner.loss.ratio: .*broken.py does not import: ModuleNotFoundError"):
+    with pytest.raises(WrongInput, match=r"^learner.loss.ratio: .*broken.py does not import: ModuleNotFoundError"):
         function_of(f"{tmp_path}/broken.py:f")
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from cluster.machine import Card
 from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
 from learner.driver import memory
-from learner.driver.failure import PreflightError
 from learner.driver.memory import Cards, cards_present, settle, settled, size_for
 
 GIB = 2**30
@@ -109,13 +109,13 @@ def test_a_policy_s_bytes_take_time_and_room() -> None:
     ],
 )
 def test_what_cannot_be_is_one_sentence(changes: dict[str, Any], known: Cards | None, words: str) -> None:
-    with pytest.raises(PreflightError, match=words):
+    with pytest.raises(WrongInput, match=words):
         size_for(config_of(**changes), known)
 
 
 def test_a_job_s_cards_are_the_cluster_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    with pytest.raises(PreflightError, match="memory.device: no card is visible where the run was started"):
+    with pytest.raises(WrongInput, match="memory.device: no card is visible where the run was started"):
         size_for(config_of(), None)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from cluster.files import digest_of, fsync
 from learner.driver import checkpoint
 from tests.learner.checkpoints import commit
@@ -200,7 +201,7 @@ def test_resume_by_path(tmp_path: Path) -> None:
     assert skipped[0].startswith("step-000020: state.json has another sha256")
     flip_a_bit(folders[0] / "state.json")
     both = r"none of 2 in .* does \(step-000020: state\.json .*; step-000010: state\.json .*\); give"
-    with pytest.raises(checkpoint.CheckpointError, match=both):
+    with pytest.raises(WrongInput, match=both):
         checkpoint.resolve(str(folders[1]), tmp_path)
 
 
@@ -213,15 +214,15 @@ def test_resume_that_cannot_be_had_is_an_error_with_a_next_step(tmp_path: Path) 
     assert checkpoint.resolve("none", tmp_path) == (None, [])
     assert checkpoint.resolve("auto", tmp_path) == (None, [])  # a first start
     flip_a_bit(save(tmp_path, 10) / "state.json")
-    with pytest.raises(checkpoint.CheckpointError, match="start again under another name="):
+    with pytest.raises(WrongInput, match="start again under another name="):
         checkpoint.resolve("auto", tmp_path)
     save(tmp_path, 20)
     save(tmp_path, 30)
-    with pytest.raises(checkpoint.CheckpointError, match="not there; checkpoints in .*: step-000020, step-000030$"):
+    with pytest.raises(WrongInput, match="not there; checkpoints in .*: step-000020, step-000030$"):
         checkpoint.resolve(str(tmp_path / "step-000077"), tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="not there; checkpoints in .*: none$"):
+    with pytest.raises(WrongInput, match="not there; checkpoints in .*: none$"):
         checkpoint.resolve(str(tmp_path / "elsewhere" / "step-000077"), tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="must be named like step-000012"):
+    with pytest.raises(WrongInput, match="must be named like step-000012"):
         checkpoint.resolve(str(tmp_path), tmp_path)
 
 
@@ -243,14 +244,14 @@ def test_nothing_is_sealed_over_what_the_learner_did_not_write(tmp_path: Path) -
     (truth / "weights").write_text("right")
     written = {"trainer/weights": digest_of(truth / "weights")}
     root = tmp_path / "checkpoints"
-    with pytest.raises(checkpoint.CheckpointError) as missing:
+    with pytest.raises(WrongInput) as missing:
         commit(root, 1, {"state.json": "{}"}, written=written)
     assert str(missing.value) == (
         "output_dir: must be a folder that the learner's node and the driver's share; of what the learner wrote in "
         f"{root} the driver finds 1 of 1 files missing or different (first: trainer/weights, 5 bytes, is not there); "
         "no checkpoint was made. Put output_dir on a shared file system, or both on one node"
     )
-    with pytest.raises(checkpoint.CheckpointError, match="5 bytes, has 5 bytes of other content"):
+    with pytest.raises(WrongInput, match="5 bytes, has 5 bytes of other content"):
         commit(root, 1, {"trainer/weights": "wrong"}, written=written)
     assert names(root) == []
     commit(root, 1, {"trainer/weights": "right"}, written=written)

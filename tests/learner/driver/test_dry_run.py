@@ -13,15 +13,15 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from cluster.errors import WrongInput
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.failure import PreflightError
 from learner.driver.input_checks import Trial
 from learner.driver.memory import Cards, cards_of
 from learner.main import main
 from learner.model.trial import wrong_with
 from rollout.data import hub
-from rollout.data.weight_files import WeightsError, adapter_weights, model_weights
+from rollout.data.weight_files import adapter_weights, model_weights
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_cards(text: str, cards: Cards | None) -> None:
     if cards is not None:
         assert replace(cards_of(text), kind=None) == cards
     for wrong in ("", "79", "a100", "0x24GiB", "x24GiB", "2x", "2y24GiB", "9999x1GiB"):
-        with pytest.raises(PreflightError, match="^--assume-gpus: "):
+        with pytest.raises(WrongInput, match="^--assume-gpus: "):
             cards_of(wrong)
 
 
@@ -210,7 +210,7 @@ def spoil(model: Path, how: str) -> None:
 def test_weights_that_are_not_whole(model: Path, how: str, sentence: str) -> None:
     assert len(model_weights(str(model)) or {}) > 10
     spoil(model, how)
-    with pytest.raises(WeightsError, match=f"^model.path: .*{sentence}"):
+    with pytest.raises(WrongInput, match=f"^model.path: .*{sentence}"):
         model_weights(str(model))
 
 
@@ -257,7 +257,7 @@ def test_an_adapter_that_is_not_there(model: Path, capsys: pytest.CaptureFixture
     Path("empty").mkdir()
     (line,) = refused(config_of(model), "model.adapter=empty", capsys=capsys)
     assert "model.adapter" in line
-    with pytest.raises(WeightsError, match=r"^model.adapter: .* which has no adapter_model.safetensors"):
+    with pytest.raises(WrongInput, match=r"^model.adapter: .* which has no adapter_model.safetensors"):
         adapter_weights("empty", "model.adapter")
 
 
@@ -266,10 +266,10 @@ def test_a_trial_has_a_deadline(model: Path, monkeypatch: pytest.MonkeyPatch, tm
     Path("sleeper.py").write_text("import time\ntime.sleep(600)\n")
     Path("dies.py").write_text("raise SystemExit('no memory for that')\n")
     config = RunConfig.model_validate(config_of(model, cluster={"deadlines": {"start": 0.5}}))
-    with pytest.raises(PreflightError, match="sleeper did not come to an end within 0.5 s"):
+    with pytest.raises(WrongInput, match="sleeper did not come to an end within 0.5 s"):
         Trial("sleeper", config).finish()
     config = RunConfig.model_validate(config_of(model))
-    with pytest.raises(PreflightError, match="dies could not try the model: no memory for that"):
+    with pytest.raises(WrongInput, match="dies could not try the model: no memory for that"):
         Trial("dies", config).finish()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from learner.config import RunConfig
-from learner.driver.failure import PreflightError
 from learner.driver.input_checks import check_environment, check_environment_column
 from rollout.data.chat import Chat
 from rollout.schema import Problem
@@ -57,17 +57,17 @@ def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() ->
     ],
 )
 def test_one_line_says_what_is_wrong(env: dict[str, Any], rollout: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(PreflightError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         check_environment(config(env, **rollout), CHAT, PROBLEM)
 
 
 def test_a_template_without_tools_and_a_model_without_a_template_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TOOL)
-    with pytest.raises(PreflightError, match="must write the tools into the prompt, and leaves out add"):
+    with pytest.raises(WrongInput, match="must write the tools into the prompt, and leaves out add"):
         check_environment(config({"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}}), CHAT, PROBLEM)
     plain = Chat.load(MODEL)
     plain.has_template = False
-    with pytest.raises(PreflightError, match="env.use: an environment needs a model with a chat template"):
+    with pytest.raises(WrongInput, match="env.use: an environment needs a model with a chat template"):
         check_environment(config({"use": FAULTY}), plain, PROBLEM)
 
 
@@ -103,9 +103,7 @@ def test_a_template_that_writes_answers_differently_is_told_or_refused() -> None
     chat = chat_of(FICKLE)
     (note,) = check_environment(config({"use": FAULTY}), chat, PROBLEM).notes
     assert note.startswith("env: answers of role user: the model's chat template varies: with")
-    with pytest.raises(
-        PreflightError, match="env.history: refuse, and the model's chat template writes answers of role"
-    ):
+    with pytest.raises(WrongInput, match="env.history: refuse, and the model's chat template writes answers of role"):
         check_environment(config({"use": FAULTY, "history": "refuse"}), chat, PROBLEM)
 
 
@@ -123,7 +121,7 @@ def test_a_template_that_is_to_render_the_past_must_write_answers_behind_calls_t
     chat = chat_of(SILENT)
     env = {"use": FAULTY, "args": {"wrong": "has tools"}, "tool_parser": "hermes"}
     assert check_environment(config(env), chat, PROBLEM).notes == ()
-    with pytest.raises(PreflightError, match="env.history: template, .* role tool .* text, and leaves it out; set"):
+    with pytest.raises(WrongInput, match="env.history: template, .* role tool .* text, and leaves it out; set"):
         check_environment(config(env | {"history": "template"}), chat, PROBLEM)
     assert check_environment(config({"use": FAULTY, "history": "template"}), chat_of(FICKLE), PROBLEM).notes == ()
 
@@ -137,6 +135,6 @@ def test_a_row_that_names_no_class_is_refused_before_anything_runs() -> None:
         ({"episode": 0}, "None"),
         ({"environment": ["up"]}, r"\['up'\]"),
     ):
-        with pytest.raises(PreflightError, match=f"training row 1 names {told}; it has up, down; add that, or correct"):
+        with pytest.raises(WrongInput, match=f"training row 1 names {told}; it has up, down; add that, or correct"):
             check_environment_column(several, [{"environment": "up"}, row])
     check_environment_column(config({"use": "trl_environment", "args": {"factory": "a.py:Up"}}), [{}])

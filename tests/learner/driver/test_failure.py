@@ -18,9 +18,8 @@ import pytest
 from cluster.actor import ActorDied, ClusterLost, Local, RemoteError, StartFailed, ValueLost
 from cluster.files import WriteFailed, write_failed, writing
 from learner.driver import checkpoint, failure
-from learner.driver.failure import LearnerError, LearnerLost, WatchedLearner
+from learner.driver.failure import LearnerError, LearnerLost, RunEnded, WatchedLearner
 from learner.driver.launch import Restarts
-from learner.driver.loop import GuardStopped
 from learner.driver.preflight import Prepared
 from learner.trainer.service import TrainerService
 from rollout.producer import GivenUp
@@ -180,7 +179,7 @@ def test_the_last_line_is_the_cause(error: Exception, line: str, code: int) -> N
     assert (text.splitlines()[-1], exit_code) == (f"error: {line}", code)
 
 
-@pytest.mark.parametrize("kind", [GuardStopped, LearnerLost, ClusterLost])
+@pytest.mark.parametrize("kind", [RunEnded, LearnerLost, ClusterLost])
 def test_a_run_that_ends_for_a_reason_is_told_without_a_traceback(kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught:
         raise kind("step 7: the mismatch is too large")

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import machine
+from cluster.errors import WrongInput
 from cluster.machine import Card
 from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
 from learner.driver import machine_checks
-from learner.driver.machine_checks import MachineError, check_main_memory, check_placement, cuda_wheels
+from learner.driver.machine_checks import check_main_memory, check_placement, cuda_wheels
 from learner.driver.memory import cards_of, settle
 
 GIB = 2**30
@@ -45,7 +46,7 @@ def set_up(
 
 
 def refusal(config: RunConfig) -> str:
-    with pytest.raises(MachineError) as caught:
+    with pytest.raises(WrongInput) as caught:
         check_placement(config, None)
     return str(caught.value)
 
@@ -77,7 +78,7 @@ def test_a_card_too_old_for_the_types_of_the_run(monkeypatch: pytest.MonkeyPatch
     assert refusal(config_of()) == (
         "model.dtype: bfloat16 needs compute capability 8.0, this card has 7.5; set model.dtype=float16 (Tesla T4)"
     )
-    with pytest.raises(MachineError, match=r"bfloat16 needs compute capability 8.0, this card has 7.5; .*\(t4\)"):
+    with pytest.raises(WrongInput, match=r"bfloat16 needs compute capability 8.0, this card has 7.5; .*\(t4\)"):
         check_placement(config_of(), cards_of("t4"))
     check_placement(config_of(), cards_of("a100-80gb"))
     set_up(monkeypatch, [H100, A100], 2)
@@ -90,7 +91,7 @@ def test_weights_that_main_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -
     model = SHAPES["Llama-3.1-8B"].to_config()
     monkeypatch.setattr(machine, "main_memory", lambda: 24 * GIB)
     monkeypatch.setattr(machine, "available_memory", lambda: 20 * GIB)
-    with pytest.raises(MachineError, match=r"^main memory: the run needs 30.1 GiB .*asleep 15.1 GiB.* has 24.0 GiB; "):
+    with pytest.raises(WrongInput, match=r"^main memory: the run needs 30.1 GiB .*asleep 15.1 GiB.* has 24.0 GiB; "):
         check_main_memory(turns, settle(turns, model, 80 * GIB))
     monkeypatch.setattr(machine, "available_memory", lambda: 10 * GIB)
     (note,) = check_main_memory(slices, settle(slices, model, 80 * GIB))

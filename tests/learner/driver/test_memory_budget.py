@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from cluster.errors import WrongInput
 from cluster.memory import shape as units
 from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
-from learner.driver.memory import MemoryPlanError, layouts, settle, wish_of
+from learner.driver.memory import layouts, settle, wish_of
 from learner.driver.roles import worker_spec
 from learner.model.adapter_config import HEAD
 from rollout.config import DEFAULT_KV
@@ -110,7 +111,7 @@ def test_one_base_for_both_roles_is_counted_with_the_generator() -> None:
     assert spec.shares_base
     assert spec.room == 2 * SHAPES["Llama-3.1-8B"].params + budgets.kv_cache
     own, _ = run("Llama-3.1-8B", memory={"device": "24GiB"})
-    with pytest.raises(MemoryPlanError, match="Change one of: .*memory.base=shared"):
+    with pytest.raises(WrongInput, match="Change one of: .*memory.base=shared"):
         settle(own, model)
     config, model = run()
     assert worker_spec(config, 0, settle(config, model)).engine.room == 0
@@ -154,7 +155,7 @@ def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     assert found.learner_bytes + sleeping <= USABLE * 24 * GIB
     between = sum(found.learner[name] for name in BETWEEN)
     assert between + found.generator_bytes <= USABLE * 24 * GIB < found.learner_bytes + found.generator_bytes
-    with pytest.raises(MemoryPlanError, match="needs"):
+    with pytest.raises(WrongInput, match="needs"):
         settle(run(memory={"device": "24GiB"}, max_staleness=1, **fixed)[0], shape)
 
     asked = run(memory={"layout": "alternating"})
@@ -184,14 +185,14 @@ def test_a_cache_that_holds_no_sequence_is_refused(dtype: str, width: int) -> No
         if fits:
             assert settle(config, model).plan.sequences == 1  # type: ignore[union-attr]
         else:
-            with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache: must hold one sequence of 1042 tokens"):
+            with pytest.raises(WrongInput, match=r"rollout.kv_cache: must hold one sequence of 1042 tokens"):
                 settle(config, model)
 
 
 def test_an_fp8_cache_on_a_cpu_wants_heads_that_its_kernel_takes() -> None:
     config, _ = run(cluster={}, rollout={"kv_cache": "1GiB", "kv_cache_dtype": "fp8"})
     narrow, wide = (Shape("x", "llama", 160, 288, 3, 2, 2, width, 310, tied=True).to_config() for width in (80, 96))
-    with pytest.raises(MemoryPlanError, match=r"rollout.kv_cache_dtype: fp8 on a CPU .* got 80"):
+    with pytest.raises(WrongInput, match=r"rollout.kv_cache_dtype: fp8 on a CPU .* got 80"):
         settle(config, narrow)
     settle(config, wide)
 
@@ -257,7 +258,7 @@ def test_what_is_given_stays() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], pattern: str) -> None:
-    with pytest.raises(MemoryPlanError, match=pattern):
+    with pytest.raises(WrongInput, match=pattern):
         settle(*run(**changes))
 
 
@@ -268,5 +269,5 @@ def test_without_a_device_nothing_is_limited() -> None:
     assert budgets.learner == config.learner
     assert "no limit" in budgets.note
     assert settle(config, BERT).plan is None
-    with pytest.raises(MemoryPlanError, match="bert"):
+    with pytest.raises(WrongInput, match="bert"):
         settle(run(memory={"device": "16GiB"})[0], BERT)

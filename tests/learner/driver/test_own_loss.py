@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig
 from learner.config.load import absolute
 from learner.driver import preflight
-from learner.driver.failure import PreflightError
-from learner.driver.identity import FILE, Fingerprints, ResumeError, check_allowed, check_same_run, fingerprints_of
+from learner.driver.identity import FILE, Fingerprints, check_allowed, check_same_run, fingerprints_of
 
 LOSS = "def mine(tokens, cap=2.0):\n    return tokens.weighted(tokens.ratio.clamp(max=cap)), tokens.ratio > cap\n"
 
@@ -59,7 +59,7 @@ def test_preflight_tries_it(here: Path) -> None:
     assert prepared.config.data.path == f"{here}/data.jsonl"  # gleaner eval --run may be started elsewhere
     assert list(prepared.fingerprints.loss) == ["mine of my_loss.py"]
     Path("wrong.py").write_text("def mine(tokens):\n    return tokens.ratio * float('nan'), tokens.ratio > 2\n")
-    with pytest.raises(PreflightError) as caught:
+    with pytest.raises(WrongInput) as caught:
         preflight.prepare(config_of("wrong.py:mine"))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"learner.loss.ratio: {here}/wrong.py:mine must have a finite objective, got [nan, nan,")
@@ -77,12 +77,12 @@ def test_a_checkpoint_remembers_the_content_of_the_file(here: Path) -> None:
     assert check_same_run(config_of(f"{here}/my_loss.py:mine"), found, folder) == []  # another copy of the same file
     Path("my_loss.py").write_text(LOSS.replace("2.0", "3.0"))
     other = fingerprints_of(config, [])
-    with pytest.raises(ResumeError, match=r"another content of loss \(mine of my_loss.py\); .*_changed=\[loss\]$"):
+    with pytest.raises(WrongInput, match=r"another content of loss \(mine of my_loss.py\); .*_changed=\[loss\]$"):
         check_same_run(config, other, folder)
     allowed = config_of(resume_allow_changed=["loss"])
     check_allowed(allowed)
     assert check_same_run(allowed, other, folder) == ["content of loss (mine of my_loss.py)"]
-    with pytest.raises(ResumeError, match=r"another learner.loss.ratio \(my_loss.py:mine, now my_loss.py:yours\);"):
+    with pytest.raises(WrongInput, match=r"another learner.loss.ratio \(my_loss.py:mine, now my_loss.py:yours\);"):
         check_same_run(config_of("my_loss.py:yours"), found, folder)
 
 

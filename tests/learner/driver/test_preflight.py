@@ -190,8 +190,8 @@ def test_epochs_are_problems_and_what_a_checkpoint_consumed_counts(config: dict[
 
 
 def test_a_run_with_checkpoints_does_not_go_on_from_anothers(config: dict[str, Any]) -> None:
+    from cluster.errors import WrongInput
     from learner.config.load import load_config
-    from learner.driver.failure import PreflightError
     from learner.driver.preflight import prepare
 
     Path("config.yaml").write_text(yaml.safe_dump(config))
@@ -202,5 +202,5 @@ def test_a_run_with_checkpoints_does_not_go_on_from_anothers(config: dict[str, A
     base = runs[0].run_dir / "checkpoints" / "step-000003"
     assert prepare(load_config("config.yaml", ["name=new", f"resume={base}"])).resume_from == base
     assert prepare(load_config("config.yaml", ["name=base", f"resume={base}"])).resume_from == base
-    with pytest.raises(PreflightError, match="base.* is another run's, and .*branch holds checkpoints of its own"):
+    with pytest.raises(WrongInput, match="base.* is another run's, and .*branch holds checkpoints of its own"):
         prepare(load_config("config.yaml", ["name=branch", f"resume={base}"]))

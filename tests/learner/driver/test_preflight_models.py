@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load, save_file
 from transformers import AutoConfig
 
+from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.failure import PreflightError
 from learner.driver.input_checks import (
     ENGINE,
     LEARNER,
@@ -26,13 +26,12 @@ from learner.driver.input_checks import (
     Trial,
     adapter_notes,
 )
-from learner.model.adapter_config import AdapterError
 from learner.model.base import without_weights
 from learner.model.export import served_config, served_weights
 from learner.model.trial import not_by_rows
 from learner.tools.evaluation import policy_of
 from rollout.data.chat import Chat
-from rollout.data.weight_files import WEIGHTS_FILE, WeightsError
+from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.types import View
 from tests.learner.driver.test_preflight import check, config, model
 
@@ -127,7 +126,7 @@ def test_an_adapter_of_another_base_or_template_is_said(
         return adapter_notes(str(adapter), "model.adapter", str(model), chat)
 
     assert [said(base) for base in (model, tmp_path / "moved", "/gone/tiny", "hub/tiny")] == [()] * 4
-    with pytest.raises(AdapterError, match="^model.adapter: base_model_name_or_path .*/other, whose weights are"):
+    with pytest.raises(WrongInput, match="^model.adapter: base_model_name_or_path .*/other, whose weights are"):
         said(tmp_path / "other")
     (line,) = said("Qwen/Qwen2.5-0.5B")
     assert line.startswith(f"model.adapter: {adapter} was trained on Qwen/Qwen2.5-0.5B (base_model_name_or_path of its")
@@ -169,7 +168,7 @@ def test_a_chat_template_of_an_adapter_that_cannot_be_read_is_refused(
     make: Callable[[Path], object], said: str, model: Path, adapter: Path
 ) -> None:
     make(adapter / "chat_template.jinja")
-    with pytest.raises(AdapterError) as refused:
+    with pytest.raises(WrongInput) as refused:
         adapter_notes(str(adapter), "--adapter", str(model), Chat.load(str(model)))
     assert str(refused.value) == f"--adapter: {adapter}/chat_template.jinja {said}; copy it again, or take it away"
 
@@ -215,7 +214,7 @@ def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
     spoiled = {name: one.clone() for name, one in copied.items()}
     change(spoiled)
     copy(spoiled)
-    with pytest.raises(WeightsError, match=f"^--adapter: {folder}/vllm .*{said}"):
+    with pytest.raises(WrongInput, match=f"^--adapter: {folder}/vllm .*{said}"):
         policy_of(str(folder), str(base))
 
 
@@ -224,7 +223,7 @@ def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
     shared = RunConfig.model_validate(config | {"model": model, "memory": {"base": "shared"}})
     try:
         Trial(SHARED_BASE, shared).finish()
-    except PreflightError as error:
+    except WrongInput as error:
         return str(error)
     return None
 

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from cluster import files as run_lock
+from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig, load
 from learner.driver import checkpoint, launch, preflight
-from learner.driver.identity import FILE, Fingerprints, ResumeError, check_allowed, check_same_run
+from learner.driver.identity import FILE, Fingerprints, check_allowed, check_same_run
 from learner.main import main
 from tests.learner.checkpoints import commit
 
@@ -41,7 +42,7 @@ def saved(folder: Path, config: RunConfig, inputs: Fingerprints | None = SAME) -
 
 
 def refusal(config: RunConfig, inputs: Fingerprints, folder: Path) -> str:
-    with pytest.raises(ResumeError) as caught:
+    with pytest.raises(WrongInput) as caught:
         check_same_run(config, inputs, folder)
     return str(caught.value)
 
@@ -81,7 +82,7 @@ def test_numbers_that_are_not_finite_are_told_apart_and_nan_is_nan(tmp_path: Pat
 )
 def test_the_state_of_a_checkpoint_is_a_state_or_a_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / checkpoint.STATE).write_text(text)
-    with pytest.raises(checkpoint.CheckpointError) as caught:
+    with pytest.raises(WrongInput) as caught:
         checkpoint.read_state(tmp_path)
     assert str(caught.value).startswith("resume: the state of a checkpoint must be as gleaner writes it: ")
     (tmp_path / "step-000003").mkdir()
@@ -112,11 +113,11 @@ def test_what_no_checkpoint_can_change_is_refused_even_if_it_is_named(tmp_path: 
     ranked = configure(learner={"lora": {"rank": 8}}, resume_allow_changed=["learner"])
     check_allowed(ranked)
     assert refusal(ranked, SAME, folder).endswith("to start from what was learned)")
-    with pytest.raises(ResumeError, match=r"^resume_allow_changed: learner.lora.rank cannot change, .* name= and"):
+    with pytest.raises(WrongInput, match=r"^resume_allow_changed: learner.lora.rank cannot change, .* name= and"):
         check_allowed(configure(resume_allow_changed=["learner.lora.rank"]))
     ppo = configure(learner={"algorithm": "ppo"}, resume_allow_changed=["learner"])
     assert "learner.algorithm (grpo, now ppo)" in refusal(ppo, SAME, folder)  # there is no value in the checkpoint
-    with pytest.raises(ResumeError, match="got learner.learning_rat; did you mean learner.learning_rate?"):
+    with pytest.raises(WrongInput, match="got learner.learning_rat; did you mean learner.learning_rate?"):
         check_allowed(configure(resume_allow_changed=["learner.learning_rat"]))
 
 

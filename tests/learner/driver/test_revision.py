@@ -12,9 +12,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from cluster.errors import WrongInput
 from learner.config import RunConfig
 from learner.config.load import absolute, load_config
-from learner.driver.identity import FILE, Fingerprints, ResumeError, check_same_run, fingerprints_of
+from learner.driver.identity import FILE, Fingerprints, check_same_run, fingerprints_of
 from learner.driver.preflight import prepare
 from learner.driver.roles import Wanted, look, needs, worker_spec
 from learner.main import main
@@ -112,7 +113,7 @@ def test_a_run_goes_on_with_another_name_of_the_same_commit(commits: dict[str, s
     folder = config.run_dir / "checkpoints" / "step-000003"
     for same in (None, "main", commits["main"]):
         assert check_same_run(*inputs(same), folder) == []
-    with pytest.raises(ResumeError, match=r"was made with another content of base \(revision\)"):
+    with pytest.raises(WrongInput, match=r"was made with another content of base \(revision\)"):
         check_same_run(*inputs("old"), folder)
 
 

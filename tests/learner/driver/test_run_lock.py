@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster import files
+from cluster.errors import WrongInput
 
 HOLD = """
 import pathlib, sys, time
@@ -41,7 +42,7 @@ for _ in range(200):
         with files.lock_held(folder):
             inside.mkdir()  # fails if another is in
             inside.rmdir()
-    except files.RunFolderInUse:
+    except WrongInput:
         pass
 print("whole")
 """
@@ -53,7 +54,7 @@ def test_the_second_is_told_who_is_first_and_a_kill_frees_the_folder(tmp_path: P
     assert owner.stdout is not None
     assert owner.stdout.readline() == "held\n"
     who = rf"in use by process {owner.pid} on host {re.escape(socket.gethostname())} since 20\d\d-.*give .* name="
-    with pytest.raises(files.RunFolderInUse, match=who), files.lock_held(folder):
+    with pytest.raises(WrongInput, match=who), files.lock_held(folder):
         pytest.fail("two writers")
     owner.send_signal(signal.SIGKILL)
     owner.wait()
@@ -95,7 +96,7 @@ def test_a_lock_on_a_file_that_its_owner_has_just_removed_is_none(
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with files.lock_held(tmp_path), pytest.raises(files.RunFolderInUse), files.lock_held(tmp_path):
+    with files.lock_held(tmp_path), pytest.raises(WrongInput), files.lock_held(tmp_path):
         pytest.fail("two writers")
 
 
@@ -112,7 +113,7 @@ def test_a_lock_file_that_was_deleted_under_a_run_lets_nobody_in(instead: str | 
         (tmp_path / files.LOCK_FILE).unlink()
         if instead is not None:
             (tmp_path / files.LOCK_FILE).write_text(instead)
-        with pytest.raises(files.RunFolderInUse, match=told), files.lock_held(tmp_path):
+        with pytest.raises(WrongInput, match=told), files.lock_held(tmp_path):
             pytest.fail("two writers")
     with files.lock_held(tmp_path):
         pass

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.errors import WrongInput
 from learner.config import RunConfig
 from learner.config.load import ConfigError, load_config, to_yaml
-from rollout.data.files import ProblemsError
 from rollout.data.sources import read
 
 SECRET = "open-sesame-17"
@@ -32,7 +32,7 @@ def test_config_yaml_and_checkpoints_hold_a_mask_that_compares_equal() -> None:
 def test_a_stored_mask_is_refused_where_the_secret_is_needed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(RunConfig.model_validate(TREE)))
     config = load_config(str(tmp_path / "config.yaml"), [])
-    with pytest.raises(ProblemsError, match=r"data.args: \*\*\* is what stored configurations show"):
+    with pytest.raises(WrongInput, match=r"data.args: \*\*\* is what stored configurations show"):
         read(config.data.path, None, config.data.args, None, 0)
 
 
@@ -48,10 +48,10 @@ def test_the_library_gets_the_variables_value_and_its_message_loses_it(
     monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
     monkeypatch.setenv("MY_TOKEN", SECRET)
     (tmp_path / "data").mkdir()
-    with pytest.raises(ProblemsError, match=r"401 for \*\*\*") as error:
+    with pytest.raises(WrongInput, match=r"401 for \*\*\*") as error:
         read(str(tmp_path / "data"), None, {"token": SECRET}, None, 0)
     assert SECRET not in str(error.value)
-    with pytest.raises(ProblemsError):
+    with pytest.raises(WrongInput):
         read(str(tmp_path / "data"), None, {"token": "env:MY_TOKEN"}, None, 0)
     assert seen["token"] == SECRET
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from cluster.actor import ActorDied, Local, Method, RemoteError
+from cluster.errors import WrongInput
 from learner.driver.failure import LearnerError, WatchedLearner
 from learner.driver.local import VOCAB
 from rollout.delivery import Answer
 from rollout.fakes import FakeEngine, FakeWorker
-from rollout.types import BaseNotShared, Manifest
+from rollout.types import Manifest
 from tests.learner.loops import Trainer, build, configure, first, lines
 
 STEPS = 6
@@ -125,7 +126,7 @@ async def test_the_learner_lets_go_before_a_fresh_generator_starts(at: str, even
 
 @pytest.mark.parametrize("fault", ["attach", "detach"])
 async def test_a_learner_that_cannot_take_it_ends_the_run_with_its_last_step_saved(fault: str, tmp_path: Path) -> None:
-    error = BaseNotShared("memory.base: shared: a fresh generator holds another base than the one before")
+    error = WrongInput("memory.base: shared: a fresh generator holds another base than the one before")
     run, card = run_of(tmp_path, {fault: RemoteError(f"learner: {fault}_base failed: {error}")})
     with pytest.raises(BaseException) as ended:
         await run.finish()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from learner.config.settings import LoraConfig
-from learner.model.adapter_config import AdapterError, follow, read_adapter
+from learner.model.adapter_config import follow, read_adapter
 
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none",
@@ -43,7 +44,7 @@ def test_what_is_left_open_follows_the_adapter(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_set_must_be_the_adapters(tmp_path: Path, lora: dict[str, Any], message: str) -> None:
-    with pytest.raises(AdapterError, match=message):
+    with pytest.raises(WrongInput, match=message):
         follow(LoraConfig(**lora), written(tmp_path))
 
 
@@ -76,21 +77,21 @@ def test_what_is_set_must_be_the_adapters(tmp_path: Path, lora: dict[str, Any], 
 def test_an_adapter_that_is_no_plain_one_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     folder = written(tmp_path, **change)
     message = f"model.adapter: {words}".replace("FILE", f"{tmp_path}/adapter_config.json")
-    with pytest.raises(AdapterError, match=re.escape(message)) as refused:
+    with pytest.raises(WrongInput, match=re.escape(message)) as refused:
         read_adapter(folder, "model.adapter")
     assert "\n" not in str(refused.value)
 
 
 def test_ranks_that_there_are_not_and_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"r of .* must be one of 1, 2, 4, 8, 16, .*, got 3"):
+    with pytest.raises(WrongInput, match=r"r of .* must be one of 1, 2, 4, 8, 16, .*, got 3"):
         follow(LoraConfig(), written(tmp_path, r=3))
     (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(AdapterError, match=r"must hold adapter_model.safetensors, and does not"):
+    with pytest.raises(WrongInput, match=r"must hold adapter_model.safetensors, and does not"):
         read_adapter(str(tmp_path), "model.adapter")
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterError, match="must be JSON"):
+    with pytest.raises(WrongInput, match="must be JSON"):
         read_adapter(str(tmp_path), "model.adapter")
-    with pytest.raises(AdapterError, match=r"model.reference: must be a folder with an adapter_config.json, got /nope"):
+    with pytest.raises(WrongInput, match=r"model.reference: must be a folder with an adapter_config.json, got /nope"):
         read_adapter("/nope", "model.reference")
 
 

@@ -13,13 +13,13 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.base import load_base, without_weights
 from learner.model.policy import Policy
-from rollout.data.weight_files import WeightsError
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
 from tests.rollout.data.test_weight_names import Change, changed, having, renamed, without
@@ -173,7 +173,7 @@ def test_what_transformers_makes_up_or_leaves_out_is_refused_as_it_is_loaded(
 ) -> None:
     """On a node that reads other files than the driver's checks did."""
     path = str(changed(make_tiny_model(tmp_path), change))
-    with pytest.raises(WeightsError, match=f"^model.reference: .*{message}"):
+    with pytest.raises(WrongInput, match=f"^model.reference: .*{message}"):
         load_base(
             ModelConfig(path=path, dtype="float32", base=base), torch.device("cpu"), lora=True, key="model.reference"
         )
@@ -182,7 +182,7 @@ def test_what_transformers_makes_up_or_leaves_out_is_refused_as_it_is_loaded(
 def test_an_expert_that_is_lost_is_named_though_transformers_says_no_name(tmp_path: Path) -> None:
     lost = "model.layers.0.mlp.experts.1.down_proj.weight"
     path = str(changed(make_family(tmp_path, "qwen3_moe"), without(lost)))
-    with pytest.raises(WeightsError, match=f"lacks 1 tensor .*: {lost};"):
+    with pytest.raises(WrongInput, match=f"lacks 1 tensor .*: {lost};"):
         load_base(ModelConfig(path=path, dtype="float32"), torch.device("cpu"), lora=True)
 
 

@@ -25,6 +25,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
@@ -32,7 +33,6 @@ from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
 from learner.model.policy import Policy, merged, resolve_checkpointing
 from learner.model.roles import ScoredRole
-from rollout.architecture import ArchitectureError
 from rollout.types import Weights
 from tests.learner.adapters import written_value
 from tests.peak import peak_bytes
@@ -85,7 +85,7 @@ def test_llama_and_checkpointing(tmp_path: Path) -> None:
 
 def test_layers_that_cannot_be_had_without_the_logits_are_a_sentence(tmp_path: Path) -> None:
     config = Llama4TextConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=24)
-    with pytest.raises(ArchitectureError, match=r"model.path: .* \(model_type llama4_text\) keeps its layers where"):
+    with pytest.raises(WrongInput, match=r"model.path: .* \(model_type llama4_text\) keeps its layers where"):
         make_policy(save_model(config, tmp_path))
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from cluster.errors import WrongInput
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
-from learner.model.adapter_config import HEAD, AdapterError, read_scored
+from learner.model.adapter_config import HEAD, read_scored
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
 
@@ -136,13 +137,13 @@ def test_padding_is_the_base_s_or_that_of_the_tokenizer_beside_the_adapter(
 def test_what_is_no_scalar_head_on_this_base_is_refused_by_name(
     tiny_path: str, adapter_path: str, scored_path: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(AdapterError, match=r"^here: task_type of .* must be 'SEQ_CLS', got 'CAUSAL_LM'; give an"):
+    with pytest.raises(WrongInput, match=r"^here: task_type of .* must be 'SEQ_CLS', got 'CAUSAL_LM'; give an"):
         read_scored(adapter_path, "here")
     theirs(tiny_path, outputs=2).save_pretrained(tmp_path / "two")
-    with pytest.raises(AdapterError, match=r"^here: .*score.weight .* must be a head of one output, got 2 outputs"):
+    with pytest.raises(WrongInput, match=r"^here: .*score.weight .* must be a head of one output, got 2 outputs"):
         read_scored(str(tmp_path / "two"), "here")
     theirs(tiny_path, modules_to_save=["embed_tokens"]).save_pretrained(tmp_path / "more")
-    with pytest.raises(AdapterError, match=r"^here: modules_to_save of .* must be the head alone, got embed_tokens"):
+    with pytest.raises(WrongInput, match=r"^here: modules_to_save of .* must be the head alone, got embed_tokens"):
         read_scored(str(tmp_path / "more"), "here")
     other = tmp_path / "other"
     other.mkdir()
@@ -150,5 +151,5 @@ def test_what_is_no_scalar_head_on_this_base_is_refused_by_name(
     weights = load_file(Path(scored_path) / "adapter_model.safetensors")
     save_file(weights | {HEAD: torch.zeros(1, 3)}, other / "adapter_model.safetensors")
     assert json.loads((other / "adapter_config.json").read_text())["r"] == 8
-    with pytest.raises(AdapterError, match=r"^here: .*other: must have the names and shapes of model.path, 1 differ"):
+    with pytest.raises(WrongInput, match=r"^here: .*other: must have the names and shapes of model.path, 1 differ"):
         policy_with(tiny_path, ScoredRole("reward", str(other), trained=False, key="here"))

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.logprob import policy_logprobs
 from learner.model.policy import Policy
 from learner.model.shared_base import MappedBase
-from rollout.types import BaseNotShared, View
+from rollout.types import View
 from tests.learner.model.test_packing_check import random_adapter
 from tests.shared_bases import Owner, manifest_of, mappings, owner_of
 
@@ -104,9 +105,9 @@ def test_another_base_or_the_lost_ones_manifest_is_not_attached(path: Path) -> N
     owner = owner_of(path)
     mapped = MappedBase(owner.manifest, CPU)
     mapped.detach()
-    with pytest.raises(BaseNotShared, match="the manifest is of the generator that was lost"):
+    with pytest.raises(WrongInput, match="the manifest is of the generator that was lost"):
         mapped.attach(owner.manifest)
-    with pytest.raises(BaseNotShared, match="a fresh generator holds another base than the one before"):
+    with pytest.raises(WrongInput, match="a fresh generator holds another base than the one before"):
         mapped.attach(changed(owner_of(path)).manifest)
 
 
@@ -116,13 +117,13 @@ def test_a_write_of_the_owner_is_seen(path: Path) -> None:
     changed(owner)
     with pytest.raises(RuntimeError, match="something has written to the shared base: 1 .* first model.norm.weight"):
         mapped.check()
-    with pytest.raises(BaseNotShared, match="1 of the generator's parameters have another content here than there"):
+    with pytest.raises(WrongInput, match="1 of the generator's parameters have another content here than there"):
         MappedBase(owner.manifest, CPU)
 
 
 def test_another_machine_is_refused(path: Path) -> None:
     manifest = replace(owner_of(path).manifest, device="cpu of boot 1, pid:[1]")
-    with pytest.raises(BaseNotShared, match=r"needs generator and learner on one device, got cpu of boot 1, pid:\[1\]"):
+    with pytest.raises(WrongInput, match=r"needs generator and learner on one device, got cpu of boot 1, pid:\[1\]"):
         MappedBase(manifest, CPU)
 
 
@@ -133,13 +134,13 @@ def test_weights_that_are_no_views_of_this_model_are_refused_by_name(path: Path)
     views[shaped] = View(shaped, (7,), (1,), 0)
     wrong = replace(owner.manifest, views=views, refused={gone: "its pieces are reordered"})
     reason = rf"2 of \d+ are none \({gone}: its pieces are reordered; {shaped}: it has the shape \[7\] there"
-    with pytest.raises(BaseNotShared, match=reason):
+    with pytest.raises(WrongInput, match=reason):
         policy_of(path, "float32", MappedBase(wrong, CPU))
 
 
 def test_a_base_of_another_type_is_refused(path: Path) -> None:
     owner = owner_of(path, torch.bfloat16)
-    with pytest.raises(BaseNotShared, match="layers.0.input_layernorm.weight: it is bfloat16 there"):
+    with pytest.raises(WrongInput, match="layers.0.input_layernorm.weight: it is bfloat16 there"):
         policy_of(path, "float32", MappedBase(owner.manifest, CPU))
 
 

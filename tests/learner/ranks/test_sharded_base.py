@@ -15,15 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from cluster.errors import WrongInput
 from cluster.memory.learner import FILE_BYTES
 from examples.random_families import FAMILIES, TINY, make_family
 from examples.random_model import make_tiny_model
 from learner.algo.surrogates import LossConfig
 from learner.config import ModelConfig, RunConfig
 from learner.config.settings import OptimizerConfig
-from learner.driver.failure import PreflightError
 from learner.driver.input_checks import check_weights
-from learner.model.adapter_config import ReferenceConfigError
 from learner.model.logprob import begin_anew
 from learner.model.reference import ShardedReference
 from learner.model.trial import wrong_with
@@ -326,7 +325,7 @@ async def test_a_resumed_run_is_held_to_the_same(tmp_path: Path, ragged: list[pa
 
 def test_what_cannot_be_a_reference_is_refused(tiny_path: str, adapter_path: str) -> None:
     model = ModelConfig(path=tiny_path, dtype="float32", reference=adapter_path)
-    with pytest.raises(ReferenceConfigError, match=r"model.reference: must be a whole model, .* is an adapter"):
+    with pytest.raises(WrongInput, match=r"model.reference: must be a whole model, .* is an adapter"):
         ShardedReference(None, model, torch.device("cpu"))
 
 
@@ -350,5 +349,5 @@ def test_files_that_cannot_be_read_in_parts_are_found_at_the_start(tiny_path: st
     assert lacks.startswith(f"model.reference: {reference} lacks 27 tensors")
     assert holds.startswith(f"model.reference: {reference} holds 26 tensors that the model of its config.json")
     file.unlink()
-    with pytest.raises(PreflightError, match=r"^model.reference: .* must hold model.safetensors"):
+    with pytest.raises(WrongInput, match=r"^model.reference: .* must hold model.safetensors"):
         check_weights(config, followed=True)

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cluster.errors import WrongInput
 from learner.config import load
-from learner.driver.failure import PreflightError
 from learner.driver.preflight import place_output
 from learner.tools.cli import main
 from learner.tools.report import completions
@@ -181,7 +181,7 @@ def test_a_run_does_not_begin_where_its_files_are_none(name: str, made: str, tmp
     (tmp_path / "run").mkdir()
     MAKERS[made](tmp_path / "run" / name)
     config = load.load_config("configs/local_cpu.yaml", ["name=run", f"output_dir={tmp_path}"])
-    with pytest.raises(PreflightError, match=rf"output_dir: .*{name} must be a (regular file|folder).*another name="):
+    with pytest.raises(WrongInput, match=rf"output_dir: .*{name} must be a (regular file|folder).*another name="):
         place_output(config)
 
 

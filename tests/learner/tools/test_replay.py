@@ -17,11 +17,12 @@ import pytest
 import torch
 import yaml
 
+from cluster.errors import WrongInput
 from learner.driver import record as mismatch_files
 from learner.tools.cli import main
 from learner.tools.replay import command
 from learner.tools.replay.command import Compared
-from learner.tools.replay.recorded import ReplayError, read_recorded
+from learner.tools.replay.recorded import read_recorded
 from learner.tools.replay.what_if import changes_of, check_possible
 from learner.tools.report.completions import unpacked
 from learner.tools.report.page import blocks_of
@@ -213,7 +214,7 @@ def test_rewards_of_an_environment_stay(tiny_path: str) -> None:
     then = config_of(Path("run"), tiny_path)
     env = EnvConfig(use="number_guessing")
     then, now = (then.model_copy(update={"env": env, "rewards": rewards}) for rewards in (then.rewards, []))
-    with pytest.raises(ReplayError, match="rewards: must be as in the run with env.use"):
+    with pytest.raises(WrongInput, match="rewards: must be as in the run with env.use"):
         check_possible(changes_of(then, now), then, now, 0)
 
 

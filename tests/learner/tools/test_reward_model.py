@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.errors import WrongInput
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
-from learner.tools.bradley_terry import ROLE, Pair, PairLearner, PairsError, _loss, read_pairs
+from learner.tools.bradley_terry import ROLE, Pair, PairLearner, _loss, read_pairs
 from learner.tools.cli import main
 from learner.trainer.memory_limit import TokenBudget
 from rollout.data.chat import Chat
-from rollout.data.files import ProblemsError
 from tests.learner.model.test_roles import theirs
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -132,7 +132,7 @@ def test_pairs_are_read_from_the_split_train_unless_another_is_named(tiny_path: 
     saved.save_to_disk(tmp_path / "saved")
     chat, path = Chat.load(tiny_path), str(tmp_path / "saved")
     assert [len(read_pairs(path, chat, split)) for split in (None, "test")] == [3, 1]
-    with pytest.raises(ProblemsError, match="^--split: .*'nope'"):
+    with pytest.raises(WrongInput, match="^--split: .*'nope'"):
         read_pairs(path, chat, "nope")
 
 
@@ -162,7 +162,7 @@ def test_a_pair_that_cannot_be_learned_from_is_named(
     row: dict[str, Any], message: str, tiny_path: str, tmp_path: Path
 ) -> None:
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    with pytest.raises(PairsError, match=f"^pairs: .*{message}"):
+    with pytest.raises(WrongInput, match=f"^pairs: .*{message}"):
         read_pairs(written(tmp_path, good, row), Chat.load(tiny_path))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from rollout.config import DataConfig, EvalConfig
 from rollout.data import sources
 from rollout.data.chat import Messages, Prompt
-from rollout.data.problems import ProblemsError, load
+from rollout.data.problems import load
 
 
 class Letters:
@@ -60,5 +61,5 @@ def test_the_problems_that_take_too_long_are_named(
     letters = Letters(slow)
     monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: letters.now))
     train, held = (jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(900)]) for name in ("train", "held"))
-    with pytest.raises(ProblemsError, match=f"^{key}: tokenising .* took .*; lower {key}$"):
+    with pytest.raises(WrongInput, match=f"^{key}: tokenising .* took .*; lower {key}$"):
         load(config(train, path=held), letters, 99, 0, deadline_s=2)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from rollout.config import DataConfig, EvalConfig
-from rollout.data.problems import Problems, ProblemsError, load
+from rollout.data.problems import Problems, load
 from rollout.schema import Problem
 from tests.rollout.data.test_held_out import Letters
 
@@ -48,5 +49,5 @@ def test_rows_without_a_prompt_are_told_apart_by_their_columns(tmp_path: Path) -
     ],
 )
 def test_it_has_neither_splits_nor_arguments(wrong: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ProblemsError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         loaded(path="env:own", **wrong)

@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.config import DataConfig, EvalConfig
 from rollout.data.chat import Chat
-from rollout.data.problems import Problems, ProblemsError, load
+from rollout.data.problems import Problems, load
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
 NO_EVAL = EvalConfig(every=0)
@@ -75,7 +76,7 @@ def test_a_column_of_chat_messages(tmp_path: Path, chat: Chat) -> None:
     problems, _ = load(data, chat, 256, seed=0)
     assert problems.at(0).messages == (system, *turns)
     own = data.model_copy(update={"path": jsonl(tmp_path, [{"chat": [system, *turns]}], "own.jsonl")})
-    with pytest.raises(ProblemsError, match=r"data\.system: must be null .* and own-0 does"):
+    with pytest.raises(WrongInput, match=r"data\.system: must be null .* and own-0 does"):
         load(own, chat, 256, seed=0)
 
 
@@ -141,7 +142,7 @@ def test_what_is_trained_on_is_not_held_out(
         (jsonl(tmp_path, ROWS[3:7], "copy.jsonl"), None, 4, 4),
     ):
         data = DataConfig(path="train.jsonl", size=size, eval=EvalConfig(path=path))
-        with pytest.raises(ProblemsError, match=refused.format(known, count)):
+        with pytest.raises(WrongInput, match=refused.format(known, count)):
             load(data, chat, 256, seed=0)
     assert caplog.records == []
     other = jsonl(tmp_path, [ROWS[3], {"question": "New?", "answer": "yes"}], "other.jsonl")
@@ -168,7 +169,7 @@ def test_a_reasoning_gym_task(chat: Chat) -> None:
 def test_too_few_different_questions(chat: Chat) -> None:
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     data = DataConfig(path="rg:chain_sum", args=args, size=8000, eval=EvalConfig(size=5))
-    with pytest.raises(ProblemsError, match=r"questions that training lacks.*lower data\.size"):
+    with pytest.raises(WrongInput, match=r"questions that training lacks.*lower data\.size"):
         load(data, chat, 256, seed=0)
 
 
@@ -187,27 +188,27 @@ def test_too_few_different_questions(chat: Chat) -> None:
 )
 def test_what_is_wrong_is_named(tmp_path: Path, chat: Chat, change: dict[str, Any], message: str) -> None:
     data = {"path": jsonl(tmp_path, ROWS), "eval": NO_EVAL, **change}
-    with pytest.raises(ProblemsError, match=message):
+    with pytest.raises(WrongInput, match=message):
         load(DataConfig(**data), chat, 256, seed=0)
 
 
 def test_a_wrong_file_name_brings_the_nearest(tmp_path: Path, chat: Chat) -> None:
     jsonl(tmp_path, ROWS)
-    with pytest.raises(ProblemsError, match=r"did you mean train\.jsonl\?"):
+    with pytest.raises(WrongInput, match=r"did you mean train\.jsonl\?"):
         load(DataConfig(path=str(tmp_path / "trian.jsonl")), chat, 256, seed=0)
 
 
 def test_a_hub_name_without_a_network(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ProblemsError, match="org/sums is neither a file or folder here nor in the hub's cache"):
+    with pytest.raises(WrongInput, match="org/sums is neither a file or folder here nor in the hub's cache"):
         load(DataConfig(path="org/sums"), chat, 256, seed=0)
 
 
 @pytest.mark.parametrize("content", ["", "not json\n"], ids=["empty", "broken"])
 def test_a_file_without_rows(tmp_path: Path, chat: Chat, content: str) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
-    with pytest.raises(ProblemsError, match=r"bad\.jsonl"):
+    with pytest.raises(WrongInput, match=r"bad\.jsonl"):
         load(DataConfig(path=str(tmp_path / "bad.jsonl")), chat, 256, seed=0)
 
 
@@ -223,7 +224,7 @@ def test_a_row_without_a_prompt_is_left_out_and_named(
     problems, _ = load(DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL), chat, 256, seed=0)
     assert sorted(problems.at(i).id for i in range(2)) == ["train-0", "train-2"]
     assert "train: left out 1 of 3 rows without a prompt; data.prompt: 'question'" in caplog.text
-    with pytest.raises(ProblemsError, match="not empty; train-1 gives"):
+    with pytest.raises(WrongInput, match="not empty; train-1 gives"):
         load(DataConfig(path=jsonl(tmp_path, rows[:1] + rows[1:2] * 2), eval=NO_EVAL), chat, 256, seed=0)
 
 
@@ -237,7 +238,7 @@ def test_a_row_without_a_prompt_is_left_out_and_named(
 )
 def test_a_prompt_that_is_wrong_is_not_left_out(tmp_path: Path, chat: Chat, value: object) -> None:
     rows = [{"question": [{"role": "user", "content": "2+2?"}]}] * 3 + [{"question": value}]
-    with pytest.raises(ProblemsError, match="not empty; train-3 gives"):
+    with pytest.raises(WrongInput, match="not empty; train-3 gives"):
         load(DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL), chat, 256, seed=0)
 
 
@@ -250,14 +251,14 @@ def test_an_empty_system_message_is_no_empty_prompt(tmp_path: Path, chat: Chat) 
 def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Path, chat: Chat) -> None:
     rows = [{"question": "?" * (10 if i % 2 else 300)} for i in range(20)]
     data = DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL)
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(WrongInput) as caught:
         load(data, chat, 256, seed=0)
     longest = len(chat.render([{"role": "user", "content": "?" * 300}])[1])
     assert "256 tokens, and 10 of 20 do not (train-0, train-2, train-4, train-6, train-8, ...;" in str(caught.value)
     assert f"set rollout.max_prompt_length: {longest}" in str(caught.value)
     problems, _ = load(data, chat, longest, seed=0)
     assert len(problems) == len(problems.fitting(data, longest + 9, tools=9)) == 20
-    with pytest.raises(ProblemsError, match=f"which take 9, and 10 of 20 .*; set rollout.*: {longest + 9}, or"):
+    with pytest.raises(WrongInput, match=f"which take 9, and 10 of 20 .*; set rollout.*: {longest + 9}, or"):
         problems.fitting(data, longest, tools=9)
     fit = problems.fitting(data.model_copy(update={"overlong": "drop"}), longest, tools=9)
     assert {fit.at(position).columns["question"] for position in range(len(fit))} == {"?" * 10}
@@ -271,7 +272,7 @@ def test_of_one_prompt_none_is_held_out_unless_evaluation_was_asked_for(
     assert (len(problems), held_out) == (3, [])
     assert "none is held out and nothing is evaluated" in caplog.text
     for asked in (EvalConfig(every=5), EvalConfig(size=1)):
-        with pytest.raises(ProblemsError, match=r"at least 2 different prompts.*data\.eval\.every: 0"):
+        with pytest.raises(WrongInput, match=r"at least 2 different prompts.*data\.eval\.every: 0"):
             load(data.model_copy(update={"eval": asked}), chat, 256, seed=0)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import WrongInput
 from rollout.config import DataConfig
-from rollout.data.files import ProblemsError
 from rollout.data.prompts import NoPrompt, messages_of, prompts_of
 
 ROW: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_what_a_prompt_may_be(prompt: str, text: str) -> None:
     ],
 )
 def test_what_it_may_not_be(prompt: str, sentence: str) -> None:
-    with pytest.raises(ProblemsError, match=sentence) as caught:
+    with pytest.raises(WrongInput, match=sentence) as caught:
         text_of(prompt)
     assert str(caught.value).startswith("data.prompt: ")
 
@@ -76,13 +76,13 @@ PIECES = st.sampled_from([*"{}[].:!<>^0,%sdfrx", "question", "problem", "text", 
 
 @given(prompt=st.lists(PIECES, max_size=10).map("".join) | st.text(string.printable, max_size=8))
 def test_no_template_ends_in_anything_but_a_sentence(prompt: str) -> None:
-    with contextlib.suppress(ProblemsError):
+    with contextlib.suppress(WrongInput):
         assert text_of(prompt).strip()
 
 
 def test_an_answer_in_the_prompt_is_refused() -> None:
     talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    with pytest.raises(ProblemsError, match="row 3 ends with an assistant's message, .* name a column without it"):
+    with pytest.raises(WrongInput, match="row 3 ends with an assistant's message, .* name a column without it"):
         messages_of({"q": talk}, DataConfig(path="d", prompt="q"), "row 3")
     asked = [*talk, {"role": "user", "content": "3+3?"}]
     assert messages_of({"q": asked}, DataConfig(path="d", prompt="q"), "row 3") == asked
@@ -95,7 +95,7 @@ VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries
 
 @given(value=VALUES, prompt=st.sampled_from(["q", "{q}", "q.text", "{q[0]}", "{q:d}", "{q!r}"]))
 def test_no_row_ends_in_anything_but_a_sentence(value: object, prompt: str) -> None:
-    with contextlib.suppress(ProblemsError):
+    with contextlib.suppress(WrongInput):
         messages = messages_of({"q": value}, DataConfig(path="d", prompt=prompt, system="S"), "row-0")
         assert all(isinstance(m["role"], str) and m["content"].strip() for m in messages)
 

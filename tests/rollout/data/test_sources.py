@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cluster.errors import WrongInput
 from rollout.data import files, sources, tables
-from rollout.data.sources import ProblemsError, read
+from rollout.data.sources import read
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": 2 * i} for i in range(20)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -78,7 +79,7 @@ def test_folders_of_save_to_disk() -> None:
     assert [*read("one", "train[:2]", {}, None, 0)] == ROWS[:2]
     assert [*read("two", "test", {}, 3, 0)] == ROWS[:3]
     assert [*read("two", None, {}, None, 0, files.EVAL)] == ROWS[:4]
-    with pytest.raises(ProblemsError, match=r"^data\.split: .*validation.* got 'validation'$"):
+    with pytest.raises(WrongInput, match=r"^data\.split: .*validation.* got 'validation'$"):
         read("two", "validation", {}, None, 0)
 
 
@@ -194,7 +195,7 @@ def test_a_row_that_does_not_fit_its_header_is_refused_by_its_line(case: str) ->
     Path("folder/train.csv").write_text("question,answer\n" + written)
     Path("a.csv.gz").write_bytes(gzip.compress(("question,answer\r\n" + written.replace("\n", "\r\n")).encode()))
     for path in ("folder/train.csv", "folder", "fold*/*.csv", "a.csv.gz"):
-        with pytest.raises(ProblemsError, match=rf"^data\.path: .*{sentence}.*; put a field that holds the separator"):
+        with pytest.raises(WrongInput, match=rf"^data\.path: .*{sentence}.*; put a field that holds the separator"):
             read(path, "train", {}, None, 0)
 
 
@@ -208,7 +209,7 @@ def test_a_row_that_does_not_fit_its_header_is_refused_by_its_line(case: str) ->
 )
 def test_a_header_that_is_divided_by_something_else_names_it(name: str, written: str, sep: str) -> None:
     Path(name).write_text(written)
-    with pytest.raises(ProblemsError, match=rf'line 1 must name columns .*; set data.args={{sep: "{re.escape(sep)}"}}'):
+    with pytest.raises(WrongInput, match=rf'line 1 must name columns .*; set data.args={{sep: "{re.escape(sep)}"}}'):
         read(name, "train", {}, None, 0)
     given = {"sep": sep.replace("\\t", "\t")}
     assert next(iter(read(name, "train", given, None, 0))).keys() == {"prompt", "gold"}
@@ -226,7 +227,7 @@ def test_a_header_that_is_divided_by_something_else_names_it(name: str, written:
 )  # fmt: skip
 def test_nor_does_one_pass_whose_lines_pandas_alone_can_divide(args: dict[str, Any]) -> None:
     Path("a.csv").write_text('question,answer\n#x,0\nb,1\nc\nd,2\n"e",\n')
-    with pytest.raises(ProblemsError, match=r"^data\.path: a\.csv row \d must have 2 fields .*, got 1: 'c'; correct"):
+    with pytest.raises(WrongInput, match=r"^data\.path: a\.csv row \d must have 2 fields .*, got 1: 'c'; correct"):
         read("a.csv", "train", args, None, 0)
     Path("a.csv").write_text("question,answer\n#x,0\nb,1\nd,\nc,2\n")
     rows = [*read("a.csv", "train", args, None, 0)]
@@ -237,7 +238,7 @@ def test_nor_does_one_pass_whose_lines_pandas_alone_can_divide(args: dict[str, A
 def test_quotes_that_end_within_a_field_are_refused_and_may_be_said_to_be_none(written: str) -> None:
     """pandas makes one row of the first two."""
     Path("a.csv").write_text("question,answer\n" + written)
-    with pytest.raises(ProblemsError, match=r"^data\.path: a\.csv line 2 cannot be read: .*; correct it: a quote"):
+    with pytest.raises(WrongInput, match=r"^data\.path: a\.csv line 2 cannot be read: .*; correct it: a quote"):
         read("a.csv", "train", {}, None, 0)
     assert read("a.csv", "train", {"quoting": 3}, None, 0)[0]["answer"] == written.split("\n")[0].partition(",")[2]
 
@@ -245,29 +246,25 @@ def test_quotes_that_end_within_a_field_are_refused_and_may_be_said_to_be_none(w
 @pytest.mark.parametrize("index", [0, "question"])
 def test_a_row_has_no_index_into_which_a_field_could_go(index: Any) -> None:
     Path("a.csv").write_text("question,answer\nAdd 1, then 2,3\n")
-    with pytest.raises(ProblemsError, match=r"^data\.args: index_col is not taken, .* got .*; leave it out"):
+    with pytest.raises(WrongInput, match=r"^data\.args: index_col is not taken, .* got .*; leave it out"):
         read("a.csv", "train", {"index_col": index}, None, 0)
-    with pytest.raises(ProblemsError):  # of all rows that are longer pandas would take the first field for one
+    with pytest.raises(WrongInput):  # of all rows that are longer pandas would take the first field for one
         read("a.csv", "train", {"index_col": None}, None, 0)
 
 
 def test_a_header_names_each_column_once_and_files_that_are_read_together_have_one() -> None:
     Path("a.csv").write_text("question,answer,answer\na,1,2\n")
-    with pytest.raises(
-        ProblemsError, match=r"^data\.path: a\.csv line 1 must name each column once, got 'answer' twice"
-    ):
+    with pytest.raises(WrongInput, match=r"^data\.path: a\.csv line 1 must name each column once, got 'answer' twice"):
         read("a.csv", "train", {}, None, 0)
     Path("a.csv").write_text("question,answer\na,1\n")
     Path("b.csv").write_text("question,gold\nb,2\n")
-    with pytest.raises(
-        ProblemsError, match=r"b\.csv has the columns question, gold, and another file question, answer"
-    ):
+    with pytest.raises(WrongInput, match=r"b\.csv has the columns question, gold, and another file question, answer"):
         read("*.csv", "train", {}, None, 0)
     Path("b.csv").write_text("answer,question\n2,b\n")
     assert [*read("*.csv", "train", {}, None, 0)] == [{"question": "a", "answer": 1}, {"question": "b", "answer": 2}]
     Path("c.jsonl").write_bytes(LINES)
     for pattern, told in (("[bc].*", "must be of one kind, got b.csv and c.jsonl"), ("*.parquet", "none fits")):
-        with pytest.raises(ProblemsError, match=rf"^data\.path: .*{told}"):
+        with pytest.raises(WrongInput, match=rf"^data\.path: .*{told}"):
             read(pattern, "train", {}, None, 0)
 
 
@@ -324,7 +321,7 @@ BROKEN = {
 def test_what_is_broken_is_one_line(name: str) -> None:
     content, sentence = BROKEN[name]
     Path(name).write_bytes(content)
-    with pytest.raises(ProblemsError, match=sentence) as caught:
+    with pytest.raises(WrongInput, match=sentence) as caught:
         read(name, "train", {}, None, 0)
     assert str(caught.value).startswith(f"data.path: {name}") or name in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -354,7 +351,7 @@ def test_what_is_broken_is_one_line(name: str) -> None:
 def test_nothing_that_is_given_is_ignored(path: str, split: str, args: dict[str, Any], sentence: str) -> None:
     Path("a.jsonl").write_bytes(LINES)
     Path("a.csv").write_bytes(as_csv())
-    with pytest.raises(ProblemsError, match=sentence) as caught:
+    with pytest.raises(WrongInput, match=sentence) as caught:
         read(path, split, args, None, 0)
     assert "hunter2" not in str(caught.value)  # values of data.args may be secrets
 
@@ -364,9 +361,7 @@ def test_a_hundred_million_problems_are_refused_early(
     names: files.Names, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "PROBE_S", 0.2)
-    with pytest.raises(
-        ProblemsError, match=rf"^{key}: \d+ of 100000000 took \d+ s, .* take \d+ s of 60 .*; lower {key}$"
-    ):
+    with pytest.raises(WrongInput, match=rf"^{key}: \d+ of 100000000 took \d+ s, .* take \d+ s of 60 .*; lower {key}$"):
         read("rg:chain_sum", None, {}, 100_000_000, 0, names, deadline_s=60)
 
 

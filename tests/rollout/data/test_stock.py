@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from tokenizers import Regex, normalizers
 
+from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.config import RunConfig
 from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
 from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
-from rollout.data.problems import ProblemsError, load
+from rollout.data.problems import load
 
 WORDS = [
     "plus",
@@ -100,7 +101,7 @@ def test_a_prompt_that_is_longer_than_was_held_to_be_ends_by_a_sentence(
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps({"question": "q" if i == 90 else "a"}) + "\n" for i in range(91)))
     problems, _ = load(DataConfig(path=str(file), eval=EvalConfig(every=0)), chat("longer"), 25, seed=0)
-    with pytest.raises(ProblemsError, match=r"^rollout.max_prompt_length: .* into 25 tokens, and train-90 has \d\d"):
+    with pytest.raises(WrongInput, match=r"^rollout.max_prompt_length: .* into 25 tokens, and train-90 has \d\d"):
         [problems.at(place) for place in range(len(problems))]
 
 

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
 from rollout.data import weight_files
-from rollout.data.weight_files import WeightsError, adapter_weights, check_finite, model_weights
+from rollout.data.weight_files import adapter_weights, check_finite, model_weights
 from rollout.data.weight_names import (
     check_adapter,
     check_fit,
@@ -118,7 +119,7 @@ def test_both_judges_name_what_does_not_fit(case: str, model: Path) -> None:
     assert sizes is not None
     said = misfits(path, "model.path", stored, sizes)
     assert said == transformers_misfits(path, "model.path", stored)
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WrongInput) as caught:
         check_model(path, "some.key")
     assert str(caught.value).splitlines() == [line.replace("model.path: ", "some.key: ", 1) for line in said]
     assert len(said) == len(patterns)
@@ -146,7 +147,7 @@ def test_what_many_checkpoints_carry_is_no_reason_to_refuse(case: str, model: Pa
 
 
 def test_a_bias_of_the_layer_is_no_mask(model: Path) -> None:
-    with pytest.raises(WeightsError, match=r"no place for: model.layers.1.attn.bias"):
+    with pytest.raises(WrongInput, match=r"no place for: model.layers.1.attn.bias"):
         check_model(str(changed(model, having(model__layers__1__attn__bias=torch.ones(64)))))
 
 
@@ -196,7 +197,7 @@ def test_of_other_architectures_transformers_knows_the_names(family: str, lost: 
     path = str(make_family(tmp_path, family))
     assert check_fit(path)
     changed(tmp_path, without(lost))
-    with pytest.raises(WeightsError, match=f"lacks 1 tensor .*: {lost};"):
+    with pytest.raises(WrongInput, match=f"lacks 1 tensor .*: {lost};"):
         check_fit(path)
 
 
@@ -207,7 +208,7 @@ def test_an_expert_more_than_config_json_has_is_named(family: str, tmp_path: Pat
     (field,) = (name for name in ("num_experts", "num_local_experts") if name in config)
     last = config[field] - 1
     changed(tmp_path, nothing, **{field: last})
-    with pytest.raises(WeightsError, match=rf"holds 6 tensors .* has no place for: .*\.experts\.{last}\."):
+    with pytest.raises(WrongInput, match=rf"holds 6 tensors .* has no place for: .*\.experts\.{last}\."):
         check_fit(path)
 
 
@@ -221,7 +222,7 @@ def test_two_heads_where_there_should_be_one(model: Path) -> None:
         tensors[HEAD] = tensors[EMBEDDING].clone()
         tensors[HEAD][-1, -1] += 1
 
-    with pytest.raises(WeightsError, match=r"^model.path: .*\(tie_word_embeddings\), and the files hold two different"):
+    with pytest.raises(WrongInput, match=r"^model.path: .*\(tie_word_embeddings\), and the files hold two different"):
         check_model(str(changed(model, change)))
     changed(model, nothing, tie_word_embeddings=False)
     assert check_model(str(model))
@@ -232,7 +233,7 @@ def test_two_sets_of_weights(model: Path) -> None:
     save_file(tensors, model / "a.safetensors")
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
-    with pytest.raises(WeightsError, match="holds weights twice, in model.safetensors, .* take away those"):
+    with pytest.raises(WrongInput, match="holds weights twice, in model.safetensors, .* take away those"):
         check_model(str(model))
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
     assert check_model(str(model))
@@ -249,7 +250,7 @@ def test_a_tensor_in_two_shards(model: Path) -> None:
     assert check_model(str(model))
     save_file({NORM: tensors[NORM], UP: tensors[UP] + 1}, model / "2.safetensors")
     with pytest.raises(
-        WeightsError, match=rf"says that {UP} lies in 1\.\w+, and 2\.safetensors holds another one .*1 such"
+        WrongInput, match=rf"says that {UP} lies in 1\.\w+, and 2\.safetensors holds another one .*1 such"
     ):
         check_model(str(model))
 
@@ -273,7 +274,7 @@ def test_numbers_that_are_not_finite_are_found_wherever_they_stand(
         save_file({"a": plain, **others, **{name: one.clone() for name, one in bad.items()}}, file)
         try:
             check_finite(adapter_weights(str(tmp_path), "k"), "it", "k")
-        except WeightsError as error:
+        except WrongInput as error:
             return str(error)
         return ""
 
@@ -326,7 +327,7 @@ def refused(case: tuple[Change, str], file: Path, content: dict[str, Any], sizes
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-    with pytest.raises(WeightsError, match=f"^model.adapter: .*{pattern}"):
+    with pytest.raises(WrongInput, match=f"^model.adapter: .*{pattern}"):
         check_adapter(str(file.parent), "model.adapter", content, sizes)
 
 
@@ -351,6 +352,6 @@ def test_where_the_layers_of_a_base_are_not_known_an_adapter_is_of_pairs_of_its_
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(weights)
     check_adapter(str(tmp_path), "k", content, None)
-    with pytest.raises(WeightsError, match="^k: r of .* must be a whole number from 1, got '8'; save"):
+    with pytest.raises(WrongInput, match="^k: r of .* must be a whole number from 1, got '8'; save"):
         check_adapter(str(tmp_path), "k", content | {"r": "8"}, None)
     refused(ALONE[case], file, content, None)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from cluster.errors import WrongInput
 from rollout.env.adapters.openenv import OpenEnv
 from rollout.env.adapters.skyrl_gym import SkyRLGym
 from rollout.env.protocol import Step
-from rollout.env.tools.functions import ToolError
 from tests.rollout.env.hand import problem, said
 
 OTHERS = Path(__file__).with_name("others.py")
@@ -23,7 +23,7 @@ async def test_a_class_of_skyrl_gym_is_played() -> None:
     assert [message["content"] for message in start.messages] == ["Add.", "2 + 3"]
     assert await env.step(said("4")) == Step(({"role": "user", "content": "Again. 2 left."},), -0.1, False, {})
     assert await env.step(said("5")) == Step((), 1.0, True, {"tries": 2.0})
-    with pytest.raises(ToolError, match="changes what was sampled"):
+    with pytest.raises(WrongInput, match="changes what was sampled"):
         await env.step(said("change"))
     await env.close()
 
@@ -35,7 +35,7 @@ def test_the_config_of_skyrl_gym_is_read_by_key_and_by_attribute() -> None:
 
 
 def test_an_id_of_skyrl_gym_needs_the_package() -> None:
-    with pytest.raises(ToolError, match="gsm8k is an environment of skyrl_gym, which does not import"):
+    with pytest.raises(WrongInput, match="gsm8k is an environment of skyrl_gym, which does not import"):
         SkyRLGym("gsm8k")
 
 
@@ -86,6 +86,6 @@ async def test_a_server_of_openenv_is_played(server: str) -> None:
     told = {"role": "user", "content": "openenv: step: Invalid message; number: Field required"}
     assert await env.step(said("odd")) == Step((told,), metrics={"refused": 1})
     assert (await env.step(said("b"))).done
-    with pytest.raises(ToolError, match="openenv: step: Server at capacity. Raise max_concurrent_envs"):
+    with pytest.raises(WrongInput, match="openenv: step: Server at capacity. Raise max_concurrent_envs"):
         await env.step(said("bad"))
     await env.close()

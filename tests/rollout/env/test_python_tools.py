@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import pytest
 
-from rewards.base import RewardLoadError
+from cluster.errors import WrongInput
+from rewards.base import RewardError
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.functions import ToolError
 from rollout.env.tools.python_tools import PythonTools
 from rollout.schema import Problem
 
@@ -228,7 +228,7 @@ def open_ended(*a: int) -> int:
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(functions: list[Any], message: str) -> None:
-    with pytest.raises(ToolError, match=message):
+    with pytest.raises(WrongInput, match=message):
         PythonTools(functions)
 
 
@@ -237,7 +237,7 @@ async def test_tools_are_named_as_reward_functions_are(tmp_path: Path) -> None:
     tools = PythonTools([f"{tmp_path}/mine.py:twice", "tests.rollout.env.test_python_tools:add"])
     seen = await tools.step(Turn("", (), (ToolCall("twice", {"a": 4}),)))
     assert said(seen) == ["8"]
-    with pytest.raises(RewardLoadError, match=r"mine.py' names no function; write it .*mine\.py:my_tool; .* twice$"):
+    with pytest.raises(RewardError, match=r"mine.py' names no function; write it .*mine\.py:my_tool; .* twice$"):
         PythonTools([f"{tmp_path}/mine.py"])
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.errors import WrongInput
 from learner.batch.micro_batch import read
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.engine import EngineSettings
 from rollout.env.config import EnvConfig
 from rollout.env.play import ChatDialogue, Limits
-from rollout.env.rollouts import EnvSettings, TrajectoryFailed, UnequalStart
+from rollout.env.rollouts import EnvSettings, TrajectoryFailed
 from rollout.fakes import FakeEngine
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling
@@ -281,9 +282,7 @@ async def test_a_reward_function_may_not_be_called_as_a_part_of_the_environment_
 
 async def test_environments_that_begin_differently_are_an_error(started: Any) -> None:
     worker = await started("other start")
-    with pytest.raises(
-        UnequalStart, match="those of train-3 have 5 different initial states; draw everything in reset"
-    ):
+    with pytest.raises(WrongInput, match="those of train-3 have 5 different initial states; draw everything in reset"):
         await worker.rollout(PROBLEM, SAMPLING, 0)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rollout.env.tools.functions import FunctionTool, ToolError
+from cluster.errors import WrongInput
+from rollout.env.tools.functions import FunctionTool
 
 
 class Color(enum.Enum):
@@ -158,5 +159,5 @@ def unknown(count: Nowhere) -> int:  # type: ignore[name-defined] # noqa: F821
     ],
 )
 def test_what_cannot_be_told_is_refused(function: Any, sentence: str) -> None:
-    with pytest.raises(ToolError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         FunctionTool(function)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from rollout.env.adapters.trl import TrlEnvironment
 from rollout.env.protocol import Step, ToolCall, Turn
-from rollout.env.tools.functions import ToolError
 from tests.rollout.env.hand import problem, said
 
 CLASSES = Path(__file__).with_name("trl_classes.py")
@@ -47,12 +47,12 @@ async def test_the_data_names_the_class_of_each_problem() -> None:
         await env.step(said("?"))
         assert await env.score() == parts
     for columns in ({"environment": "down"}, {}):
-        with pytest.raises(ToolError, match="must have what the column `environment` of .* p-0 names .*; it has up"):
+        with pytest.raises(WrongInput, match="must have what the column `environment` of .* p-0 names .*; it has up"):
             await TrlEnvironment(both).reset(problem("?", **columns), 5)
     for wrong in ({}, {"up": 3}, ["a.py:B"]):
-        with pytest.raises(ToolError, match=r"env.args.factory: must be a name such as my.py:Class, or a mapping"):
+        with pytest.raises(WrongInput, match=r"env.args.factory: must be a name such as my.py:Class, or a mapping"):
             TrlEnvironment(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ToolError, match="must have a name of its own, got .* beside Judged"):
+    with pytest.raises(WrongInput, match="must have a name of its own, got .* beside Judged"):
         TrlEnvironment(both, rewards=[f"{CLASSES}:Judged"])
 
 
@@ -111,13 +111,13 @@ async def test_reward_functions_see_what_the_policy_saw_and_said() -> None:
 
 
 async def test_a_reward_function_that_asks_for_more_is_refused_at_the_start() -> None:
-    with pytest.raises(ToolError, match="env.args.rewards: greedy asks for trainer_state, and there is .*completions"):
+    with pytest.raises(WrongInput, match="env.args.rewards: greedy asks for trainer_state, and there is .*completions"):
         await begun(rewards=[f"{CLASSES}:greedy"])
 
 
 @pytest.mark.parametrize("rewards", [["reward_score"] * 2, ["Judged"]])
 async def test_two_parts_of_the_reward_have_two_names(rewards: list[str]) -> None:
-    with pytest.raises(ToolError, match="each part of the reward must have a name of its own, got .*; rename a"):
+    with pytest.raises(WrongInput, match="each part of the reward must have a name of its own, got .*; rename a"):
         await begun("Judged", rewards=[f"{CLASSES}:{name}" for name in rewards])
 
 
@@ -127,9 +127,9 @@ async def test_global_random_numbers_come_from_the_groups_seed() -> None:
 
 
 async def test_a_class_without_reset_or_with_a_generator_is_refused() -> None:
-    with pytest.raises(ToolError, match="env.args.factory: NoReset must have a method reset"):
+    with pytest.raises(WrongInput, match="env.args.factory: NoReset must have a method reset"):
         await begun("NoReset")
-    with pytest.raises(ToolError, match="tool lines: must return its answer, and yields"):
+    with pytest.raises(WrongInput, match="tool lines: must return its answer, and yields"):
         await begun("Yields")
 
 

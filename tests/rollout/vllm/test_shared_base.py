@@ -19,20 +19,14 @@ from bitsandbytes.functional import QuantState, quantize_4bit
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_tiny_model
 from learner.model.export import update_of
 from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import answer_of, held_of
 from rollout.shared_base import SharedFile
-from rollout.types import (
-    Adapter,
-    BaseNotShared,
-    Manifest,
-    Quantised,
-    Sampling,
-    View,
-)
+from rollout.types import Adapter, Manifest, Quantised, Sampling, View
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.shared_base import ViewRecorder, quantised_of
 from tests.learner.model.test_shared_base import (
@@ -103,7 +97,7 @@ def test_an_engine_that_repacks_its_weights_is_refused(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(shared_base, "plain_linear_layers", nullcontext)
     engine, manifest = start(path := make_tiny_model(tmp_path, family="Llama"))
-    with pytest.raises(BaseNotShared, match=r"down_proj.weight: vLLM has moved or repacked model.layers.0.mlp.down_pr"):
+    with pytest.raises(WrongInput, match=r"down_proj.weight: vLLM has moved or repacked model.layers.0.mlp.down_pr"):
         policy_of(path, "float32", MappedBase(manifest, CPU))
     run(engine.close())
 
@@ -315,12 +309,12 @@ def test_it_cannot_be_written_a_change_is_seen_and_a_fresh_engine_takes_its_plac
 
 
 def check_what_is_in_4_bits_there_and_not_here(path: Path, manifest: Manifest) -> None:
-    with pytest.raises(BaseNotShared, match=r"14 of \d+ are none \(model.layers.0.mlp.down_proj.weight: it has the"):
+    with pytest.raises(WrongInput, match=r"14 of \d+ are none \(model.layers.0.mlp.down_proj.weight: it has the"):
         policy_of(path, "bfloat16", MappedBase(manifest, CPU))
     name = "model.embed_tokens.weight"
     embedding = Quantised(manifest.views[name].shape, 64, "model.layers.0.mlp.down_proj.weight.absmax")
     manifest = replace(manifest, quantised=manifest.quantised | {name: embedding})
-    with pytest.raises(BaseNotShared, match=rf"1 of \d+ are none \({name}: it is in 4 bits there, and no weight"):
+    with pytest.raises(WrongInput, match=rf"1 of \d+ are none \({name}: it is in 4 bits there, and no weight"):
         policy_of(path, "bfloat16", MappedBase(manifest, CPU), "nf4")
 
 

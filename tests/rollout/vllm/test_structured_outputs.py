@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from rewards.built_in.json_schema import json_schema
 from rollout.config import StructuredOutputs
 from rollout.data.chat import Chat
 from rollout.types import Completion, Sampling
-from rollout.vllm.structured import GrammarError, Grammars
+from rollout.vllm.structured import Grammars
 from rollout.vllm.trial import wrong_with_form as wrong_with
 from tests.rollout.engine_case import PROMPT, EngineCase, run
 
@@ -88,7 +89,7 @@ def test_completions_have_the_form_and_the_logprobs_of_the_whole_distribution(ki
     ],
 )
 def test_a_form_that_cannot_be_compiled_is_told_in_one_line(given: dict[str, Any], key: str, model: Path) -> None:
-    with pytest.raises(GrammarError, match=rf"^rollout\.structured_outputs\.{key}[a-z_]*: cannot be compiled"):
+    with pytest.raises(WrongInput, match=rf"^rollout\.structured_outputs\.{key}[a-z_]*: cannot be compiled"):
         Grammars(str(model), 300).matcher(StructuredOutputs(**given).form, [1])
     config: dict[str, Any] = {"model": {"path": str(model), "revision": None}, "data": {}}
     (line,) = wrong_with(config | {"rollout": {"structured_outputs": given}})
