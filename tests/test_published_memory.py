@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.learner.published_memory import BEGIN, DOCUMENT, END, by_generations, grpo_cells, report, rows
+from benchmarks.learner.memory_tables import PUBLISHED, by_generations, grpo_cells, published, published_report
 from cluster.memory.shape import GB
 
 
 def test_every_row_of_the_same_thing_is_within_a_tenth() -> None:
-    same = [row for row in rows() if not row.apart]
+    same = [row for row in published() if not row.apart]
     assert len(same) == 12
     assert {row.what: row.difference for row in same if abs(row.difference) > 0.1} == {}
 
@@ -25,5 +25,4 @@ def test_a_step_follows_the_budget_and_not_the_number_of_completions() -> None:
 
 
 def test_the_document_has_the_table_as_it_is_made() -> None:
-    text = DOCUMENT.read_text()
-    assert text.partition(BEGIN)[2].partition(END)[0] == report(rows())
+    assert PUBLISHED.text() == published_report(published())

@@ -2,6 +2,11 @@
 
 The folder that the Trainer is given holds a config.json and nothing else. Where it would read weights from there it is
 handed a model that transformers makes from that config; all that follows is the code that trains.
+
+    PYTHONPATH=. python -m benchmarks.gpu.model SHAPE.json FOLDER --tokenizer FOLDER --device cuda
+
+makes a whole folder with such weights for a run, in a process of its own, so that the card is empty again when the run
+begins that is measured.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +26,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.common import parser_of
 from benchmarks.gpu.rows import Missing
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
@@ -73,14 +80,9 @@ def make_trainer(
         if not packed:
             stack.enter_context(mock.patch.object(packing_check, "enable", return_value=False))
         return Trainer(
-            ModelConfig.model_validate({"path": folder, "base": base}),
-            learner,
-            temperature=1.0,
-            max_completion_length=completion,
-            total_steps=1000,
-            seed=0,
-            device=device,
-        )
+            ModelConfig.model_validate({"path": folder, "base": base}), learner, temperature=1.0,
+            max_completion_length=completion, total_steps=1000, seed=0, device=device,
+        )  # fmt: skip
 
 
 def group(seed: int, prompt: int, lengths: Sequence[int], vocab: int) -> pa.Table:
@@ -113,15 +115,11 @@ def steps(trainer: Trainer, groups: list[pa.Table], count: int, device: str) -> 
             seconds.append(time.perf_counter() - started)
         peak = max(peak, metrics["memory/learner_peak"])
     return {
-        "allocated": peak,
-        "reserved": reserved or None,
-        "step_seconds": float(np.median(seconds)),
-        "token_budget": metrics["memory/token_budget"],
-        "oom_retries": trainer._budget.retries,
-        "packed": trainer._policy.packed,
-        "attention": trainer._policy._lm.config._attn_implementation,
+        "allocated": peak, "reserved": reserved or None, "step_seconds": float(np.median(seconds)),
+        "token_budget": metrics["memory/token_budget"], "oom_retries": trainer._budget.retries,
+        "packed": trainer._policy.packed, "attention": trainer._policy._lm.config._attn_implementation,
         "loss": metrics["loss/total"],
-    }
+    }  # fmt: skip
 
 
 def utilisation(shape: Shape, tokens: int, seconds: float, *, full: bool, device: str) -> dict[str, float | None]:
@@ -132,3 +130,27 @@ def utilisation(shape: Shape, tokens: int, seconds: float, *, full: bool, device
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     peak = next((flops for card, flops in PEAK_FLOPS.items() if card in name), None)
     return {"tflops": rate / 1e12, "mfu": None if peak is None else rate / peak}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("shape", type=Path, help="a cluster.memory.shape.Shape as JSON")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", required=True, help="folder; its ids come first in the model's vocabulary")
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    options = parser.parse_args()
+    shape = Shape(**json.loads(options.shape.read_text()))
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer)
+    settings = replace(shape, vocab=max(shape.vocab, len(tokenizer))).to_config()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
+    with torch.device(options.device):
+        lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    lm.save_pretrained(options.folder)
+    tokenizer.save_pretrained(options.folder)
+    (options.folder / "done").touch()
+
+
+if __name__ == "__main__":
+    main()

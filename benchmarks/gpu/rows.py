@@ -1,9 +1,11 @@
 """Rows of a GPU benchmark: each in a process of its own, so that an out-of-memory is a result and not the end; kept as
-one JSON each, so that a session that was cut off goes on where it stopped.
+one JSON each, so that a session that was cut off goes on where it stopped. And the command line that such benchmarks
+have in common.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, conditions
+from benchmarks.common import LEARNER_PACKAGES, RESULTS, ROOT, conditions, parser_of
 
 Found = dict[str, Any]
+TOKENIZER = ROOT / "examples" / "tiny-gsm8k"
 KEPT = ("ok", "oom", "missing")  # a row that failed otherwise is tried again
 
 
@@ -46,7 +49,7 @@ def folder_for(device: str, tiny: bool) -> Path:
 
 def told_of(device: str) -> dict[str, Any]:
     """benchmarks.common.conditions, and the card."""
-    told = conditions()
+    told = conditions(LEARNER_PACKAGES)
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
@@ -111,3 +114,48 @@ def _spawn(command: list[str], name: str, file: Path, left: float) -> None:
     if found["status"] == "ok":
         log.unlink()
     print(f"{name}: {found['status']} {found.get('error', '')} ({found.get('seconds', 0)} s)", flush=True)
+
+
+def options_of(description: str | None, minutes: float, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of these arguments, or of the process's own. minutes: the default of --minutes. A card must be there, or --device
+    cpu said."""
+    parser = parser_of(description)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.1M to 0.3M weights, to rehearse")
+    parser.add_argument("--minutes", type=float, default=minutes, help="no row is begun later, and none goes on")
+    parser.add_argument("--tokenizer", default=str(TOKENIZER), help="folder of a tokenizer")
+    parser.add_argument("--models", default="build/models", help="where the random models are made")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
+    parser.add_argument("--folder", type=Path, help="of the results, to go on with those of another day")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.folder = (options.folder or folder_for(options.device, options.tiny)).absolute()
+    return options
+
+
+def passed_on(options: argparse.Namespace) -> list[str]:
+    """To the process of a row."""
+    told = ["--device", options.device, "--folder", str(options.folder), "--tokenizer", options.tokenizer]
+    return [*told, "--models", options.models, *(["--tiny"] if options.tiny else [])]
+
+
+def measured(
+    module: str, options: argparse.Namespace, planned: Sequence[Row], report: Callable[[dict[str, Found]], str]
+) -> dict[str, Found]:
+    """In the process of a row that row alone; else the rows that are asked for, by name, whose report is printed and
+    kept beside them."""
+    if options.row:
+        row = next(row for row in planned if row.name == options.row)
+        run_here(row, options.device, options.folder / f"{row.name}.json")
+        return {}
+    wanted = [row for row in planned if row.name.startswith(tuple(options.only))]
+    found = run_all(module, wanted, options.folder, passed_on(options), options.minutes)
+    text = report(found)
+    (options.folder / f"{module.rpartition('.')[2]}.md").write_text(text)
+    print(text)
+    return found
+
+
+def conditions_of(found: dict[str, Found]) -> str:
+    told: Found = next((one["conditions"] for one in found.values() if "conditions" in one), {})
+    return f"Conditions: {json.dumps(told)}\n"

@@ -25,16 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import as_table
-from benchmarks.gpu.command_line import parsed, passed_on, settled
-from benchmarks.gpu.rows import Found, Row, run_all, run_here
+from benchmarks.common import ROOT, as_table
+from benchmarks.gpu.rows import Found, Row, conditions_of, measured, options_of
 from cluster.memory.shape import SHAPES, Shape
 
-ROOT = Path(__file__).parents[2]
 TINY = Shape("tiny", "llama", 128, 256, 2, 4, 4, 32, 1024, tied=True)
 SLICES = ["cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5", "memory.layout=slices"]
 TURNS = [*SLICES[:2], "memory.layout=alternating"]
-REWARD = f"{ROOT / 'benchmarks' / 'gpu' / 'even_tokens.py'}:even_share"
+REWARD = '''
+def even_share(completion_ids, **_):
+    """A reward that random weights can move, so that every group trains: the share of even token ids."""
+    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+'''
 PARTS_OF_PUSH = ("time/push_export", "time/push_load", "time/push_probe", "time/push_learner_probe")
 MEAN = ("time/step", "time/generate", "time/train", "time/push", "time/overlap", "rollout/tokens_per_s")
 
@@ -61,13 +63,16 @@ def rows(options: argparse.Namespace) -> list[Row]:
 def system(options: argparse.Namespace, shape: Shape, steps: int, settings: list[str], device: str) -> Found:
     """A run of learner.main on GSM8K questions; peaks, budgets, and means of its metrics after two steps."""
     folder = Path(options.folder) / "runs" / options.row
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
     lengths = (64, 24) if options.tiny else (256, 786)
     command = [
         sys.executable, "-m", "learner.main", "--config", str(ROOT / "configs" / "gsm8k_cpu.yaml"),
         f"name={options.row}", f"output_dir={folder}", f"steps={steps}", f"model.path={model(options, shape)}",
         "model.dtype=bfloat16", "data.eval.every=0", "data.overlong=drop", "data.system=null", "rollout.kv_cache=auto",
         f"rollout.max_prompt_length={lengths[0]}", f"rollout.max_completion_length={lengths[1]}",
-        "learner.learning_rate=1e-6", "learner.groups_per_step=8", f"rewards=[{{use: '{REWARD}'}}]", *settings,
+        "learner.learning_rate=1e-6", "learner.groups_per_step=8",
+        f"rewards=[{{use: '{folder}/reward.py:even_share'}}]", *settings,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
@@ -105,7 +110,7 @@ def model(options: argparse.Namespace, shape: Shape) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "shape.json").write_text(json.dumps(asdict(shape)))
         command = [
-            sys.executable, "-m", "benchmarks.gpu.random_folder", str(folder / "shape.json"), str(folder),
+            sys.executable, "-m", "benchmarks.gpu.model", str(folder / "shape.json"), str(folder),
             "--tokenizer", options.tokenizer, "--device", options.device,
         ]  # fmt: skip
         subprocess.run(command, check=True, cwd=ROOT)
@@ -123,27 +128,16 @@ def report(found: dict[str, Found]) -> str:
         plans = [one["plan"][role] for role in ("learner", "generator")] if "plan" in one else []
         peaks = [f"{role['measured'] / 1e9:.2f} ({role['planned'] / 1e9:.2f})" for role in plans]
         lines.append([name, *cells, *(peaks or ["", ""])])
-    told: Found = next((one["conditions"] for one in found.values() if "conditions" in one), {})
-    return f"## The whole system\n\n{as_table(header, lines)}\n\nConditions: {json.dumps(told)}\n"
+    return f"## The whole system\n\n{as_table(header, lines)}\n\n{conditions_of(found)}"
 
 
 def main() -> int:
-    options = parsed(__doc__, 90)
     missing = [name for name in ("vllm", "ray") if find_spec(name) is None]
     if missing:
         print(f"missing: {', '.join(missing)}; install them, or run benchmarks.gpu.learner", file=sys.stderr)
         return 2
-    planned = rows(settled(options))
-    if options.row:
-        row = next(row for row in planned if row.name == options.row)
-        run_here(row, options.device, options.folder / f"{row.name}.json")
-        return 0
-    passed = passed_on(options)
-    wanted = [row for row in planned if row.name.startswith(tuple(options.only))]
-    found = run_all("benchmarks.gpu.system", wanted, options.folder, passed, options.minutes)
-    text = report(found)
-    (options.folder / "system.md").write_text(text)
-    print(text)
+    options = options_of(__doc__, 90)
+    measured("benchmarks.gpu.system", options, rows(options), report)
     return 0
 
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +25,22 @@ import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
-from benchmarks.common import as_table, as_text, conditions, cpu_seconds, installed, peak_mib, relative_error, save
-from benchmarks.learner.trl_step import TrlStep
+from benchmarks.common import (
+    LEARNER_PACKAGES,
+    MIB,
+    Peak,
+    as_table,
+    conditions,
+    cpu_seconds,
+    installed,
+    parser_of,
+    peak_mib,
+    relative_error,
+    save,
+    under,
+)
 from examples.random_model import make_tokenizer
 from learner.algo.advantage import group
 from learner.algo.surrogates import LossConfig
@@ -128,17 +143,11 @@ class Gleaner:
             LearnerConfig(
                 lora=LoraSettings(rank=RANK, alpha=ALPHA, targets=TARGETS),
                 loss=LossConfig(kind="dapo", ratio="clip", advantage="group"),
-                optimizer=OptimizerConfig(max_grad_norm=1e9),
-                learning_rate=1e-6,
-                checkpointing="none",
+                optimizer=OptimizerConfig(max_grad_norm=1e9), learning_rate=1e-6, checkpointing="none",
                 token_budget=BUDGET,
             ),
-            temperature=1.0,
-            max_completion_length=COMPLETION,
-            total_steps=1000,
-            seed=0,
-            device="cpu",
-        )
+            temperature=1.0, max_completion_length=COMPLETION, total_steps=1000, seed=0, device="cpu",
+        )  # fmt: skip
         assert self.trainer._policy.packed
         prompt = rows.prompt.tolist()
         completions = [self.as_sampled(prompt, ids) for ids in rows.completions.tolist()]
@@ -157,6 +166,71 @@ class Gleaner:
     def gradients(self) -> dict[str, Tensor]:
         masters = self.trainer._policy.masters.items()
         return {name: weight.grad.clone() for name, weight in masters if weight.grad is not None}
+
+
+def trl_trainer(
+    model: Any, rows: dict[str, Tensor], micro_batch: int, steps: int, watch: TrainerCallback, **settings: Any
+) -> Any:  # fmt: skip
+    """GRPOTrainer in its own training loop, where it would generate and score handed one group of rows."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="trl")
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    generations, longest = rows["completion_ids"].shape
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=generations // micro_batch,
+            num_generations=generations, max_completion_length=longest, max_steps=steps, beta=0.0, learning_rate=1e-6,
+            logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, **settings,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 64}),
+        processing_class=make_tokenizer(),
+        callbacks=[watch],
+    )  # fmt: skip
+    trainer._generate_and_score_completions = lambda _: dict(rows)
+    return trainer
+
+
+class TrlStep(TrainerCallback):
+    """After `run`: `seconds` of CPU time and `peak_mib` of an optimizer step, from its first micro-batch to the end of
+    the update; the peak and `gradients` are those of the first step. `between` is called after each of the others."""
+
+    def __init__(self, folder: Path, rows: Rows, between: Callable[[], None]) -> None:
+        self.seconds: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+        self._model, self._rows, self._between = load_peft(folder), rows.for_trl(), between
+        self._peak, self._started = Peak(), 0.0
+
+    @property
+    def peak_mib(self) -> float:
+        return self._peak.bytes / MIB
+
+    def run(self, repeats: int) -> None:
+        """A first step for gradients and peak, then the timed ones."""
+        with tempfile.TemporaryDirectory() as folder:
+            trl_trainer(
+                self._model, self._rows, MICRO_BATCH, 1 + repeats, self, output_dir=folder, loss_type="dapo",
+                max_grad_norm=1e9, gradient_checkpointing=False, bf16=False, use_cpu=True,
+            ).train()  # fmt: skip
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self._peak.__enter__()
+        self._started = time.process_time()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 0:
+            self.gradients = gradients_of(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        seconds = time.process_time() - self._started
+        if state.global_step == 1:
+            self._peak.__exit__(None, None, None)
+        else:
+            self.seconds.append(seconds)
+            self._between()
 
 
 def measure(folder: Path, vocab: int, generations: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -178,11 +252,8 @@ def measure(folder: Path, vocab: int, generations: int, options: argparse.Namesp
         seconds.append(cpu_seconds(ours.step))
 
     if options.with_trl and generations < OURS_ONLY:
-        trl = TrlStep(
-            load_peft(folder), make_tokenizer(), rows.for_trl(), MICRO_BATCH, gradients_of,
-            completions_only=options.completions_only,
-        )  # fmt: skip
-        trl.run(options.repeats, between=turn)
+        trl = TrlStep(folder, rows, turn)
+        trl.run(options.repeats)
         row["trl_cpu_seconds"], row["trl_peak_mib"] = min(trl.seconds), trl.peak_mib
         row["trl_error"] = error(trl.gradients, wanted)
     while len(seconds) < options.repeats:
@@ -192,20 +263,15 @@ def measure(folder: Path, vocab: int, generations: int, options: argparse.Namesp
     return row
 
 
-def about_trl(completions_only: bool) -> str:
-    scored = (
-        "TRL was made to score the completions alone (--completions-only), as it does on CUDA."
-        if completions_only
-        else "TRL runs as it comes: without Triton it scores every position, prompts too, here 1.5 times the tokens."
-    )
-    return (
-        f"{scored} **TRL without Triton is not TRL on CUDA**: without it TRL 1.16 works on tiles of up to 4096 x 32768 "
-        "logits with several float32 temporaries each; on CUDA a kernel folds one bfloat16 tile in its place. So its "
-        "time and above all its memory here are not its on a GPU; naive is the fairer yardstick for memory."
-    )
+ABOUT_TRL = (
+    "TRL runs as it comes: without Triton it scores every position, prompts too, here 1.5 times the tokens. **TRL "
+    "without Triton is not TRL on CUDA**: without it TRL 1.16 works on tiles of up to 4096 x 32768 logits with several "
+    "float32 temporaries each; on CUDA a kernel folds one bfloat16 tile in its place. So its time and above all its "
+    "memory here are not its on a GPU; naive is the fairer yardstick for memory."
+)
 
 
-def report(rows: list[dict[str, Any]], told: dict[str, Any], options: argparse.Namespace) -> str:
+def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     def cell(row: dict[str, Any], name: str, form: str) -> str:
         return format(row[name], form) if name in row else "-"
 
@@ -238,29 +304,27 @@ def report(rows: list[dict[str, Any]], told: dict[str, Any], options: argparse.N
         f"the first step. CPU-s: the best of {options.repeats} later steps, in which TRL and gleaner took turns (naive "
         "one); generation is in none of them. Gradient errors are relative to naive's. gleaner's peak at "
         f"G = {OURS_ONLY} over its peak at G = 4: {', '.join(growth) or 'not measured'}.\n\n"
-        f"Conditions: {as_text(told)}\n\n"
-        f"{about_trl(options.completions_only) if options.with_trl else 'TRL was not installed.'} The model is tiny "
+        f"{ABOUT_TRL if options.with_trl else 'TRL was not installed.'} The model is tiny "
         "and its vocabulary is not, which weighs the head more than a real model does; all rows have one length, and "
-        "the prompt is half as long as a completion.\n"
+        "the prompt is half as long as a completion."
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--generations", type=int, nargs="+", default=[4, 8, 16, OURS_ONLY], help="multiples of 4")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--completions-only", action="store_true", help="TRL scores no prompts, as where it has Triton")
     options = parser.parse_args()
     options.with_trl = installed("trl")
     torch.set_num_threads(1)
-    told, rows = conditions(), []
+    told, rows = conditions(LEARNER_PACKAGES), []
     for vocab in options.vocab:
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), vocab)
             rows += [measure(Path(folder), vocab, g, options) for g in options.generations]
-    name = "learner_step_completions_only" if options.completions_only else "learner_step"
-    save(name, {"conditions": told, "rows": rows}, report(rows, told, options))
+    how = under(told, "CPU time of one thread, float32")
+    save("learner_step", {"conditions": told, "rows": rows}, f"{report(rows, options)}\n\nConditions: {how}")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,34 @@
-"""Three steps of the whole system (Ray, vLLM, learner) on a tiny random model of each family, float32.
-
-What is shown: with its cap, scale, experts or fused layers each family is sampled and scored alike. Sampler and learner
-are other programs with the same weights, so the largest difference of their logprobs of one token is rounding, or else
-one of them leaves something out. Synchronous, so that the policy's own change is in no difference.
+"""Each model family, by tiny random models: sampler and learner compute the same.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.learner.model_families [--families NAME ...] [--steps 3]
+    PYTHONPATH=. .venv/bin/python -m benchmarks.learner.model_families --shared-base
 
-A family that is not asked for keeps what an earlier call found.
+Three steps of the whole system (Ray, vLLM, learner) in float32. What is shown: with its cap, scale, experts or fused
+layers each family is sampled and scored alike. Sampler and learner are other programs with the same weights, so the
+largest difference of their logprobs of one token is rounding, or else one of them leaves something out. Synchronous, so
+that the policy's own change is in no difference. A family that is not asked for keeps what an earlier call found.
+
+--shared-base: the learner on the generator's base (memory.base: shared) against the learner on its own, on a CPU:
+logprobs, and the gradient of every part of the adapter, bit for bit; or why the base cannot be shared.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, as_table, conditions, save, under
-from benchmarks.system.system_run import BOTH, command
-from benchmarks.system.workloads import Tree
+from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, under
+from benchmarks.system.system_run import BOTH, Tree, finished, rows
 from examples.random_families import FAMILIES, make_family
+from examples.random_model import make_tiny_model
+from rollout.vllm.environment import required_env
 
 LIMIT = 1e-4  # nats
 REWARD = """
@@ -29,17 +36,17 @@ def distinct(prompts, completions, **columns):  # differs in nearly every group,
     return [len(set(completion[0]["content"])) for completion in completions]
 """
 COLUMNS = ("policy/mismatch_max", "policy/mismatch_k3", "policy/entropy", "loss/grad_norm")
+PLAIN = ("Llama", "Qwen2")
+PROBE = list(range(40, 72))
 
 
 def run(name: str, folder: Path, steps: int) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of a whole run, its adapter moved by each step."""
     reward, data = folder / "distinct.py", folder / "data.jsonl"
     reward.write_text(REWARD)
-    rows = [{"question": f"Say something about {word}", "answer": word} for word in "abcdefghijklmnopqrst"]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = [{"question": f"Say something about {word}", "answer": word} for word in "abcdefghijklmnopqrst"]
+    data.write_text("".join(json.dumps(row) + "\n" for row in problems))
     tree: Tree = {
-        "name": "run",
-        "output_dir": str(folder / "runs"),
         "steps": steps,
         "model": {"path": str(make_family(folder / "model", name)), "dtype": "float32"},
         "data": {"path": str(data), "eval": {"every": 0}},
@@ -50,36 +57,32 @@ def run(name: str, folder: Path, steps: int) -> list[dict[str, float]]:
         "learner": {"groups_per_step": 3, "learning_rate": 1e-3},
         "trackers": [],
     }  # fmt: skip
-    command(tree, ["-m", "learner.main", "--config"], [], limit_s=600)
-    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "policy/mismatch_max" in line]
+    with finished(tree, limit_s=600) as run_dir:
+        return [line for line in rows(run_dir) if "policy/mismatch_max" in line]
 
 
 def report(found: dict[str, Any]) -> tuple[str, bool]:
     """(Markdown, whether every family is below LIMIT in each of its steps)."""
-    rows, bad = [], []
+    lines, bad = [], []
     for name, one in found.items():
         greatest = [max(step[column] for step in one["steps"]) for column in COLUMNS]
-        rows.append([name, str(len(one["steps"])), *(f"{value:.1e}" for value in greatest)])
+        lines.append([name, str(len(one["steps"])), *(f"{value:.1e}" for value in greatest)])
         if len(one["steps"]) != one["asked"] or greatest[0] >= LIMIT:
             bad.append(name)
     verdict = f"not below {LIMIT:.0e} in every step: {', '.join(bad)}" if bad else f"all below {LIMIT:.0e} nats"
     newest = list(found.values())[-1]["conditions"]
     text = (
         f"# Families in the whole system\n\nGreatest value over the steps, nats; {verdict}.\n\n"
-        f"{as_table(['family', 'steps', *COLUMNS], rows)}\n\n"
+        f"{as_table(['family', 'steps', *COLUMNS], lines)}\n\n"
         f"{under(newest, 'Tiny random models, float32, LoRA on all-linear')} Those of each family are in the JSON.\n"
     )
     return text, not bad
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
+def whole_system(options: argparse.Namespace) -> bool:
     earlier = RESULTS / "model_families.json"
     found: dict[str, Any] = json.loads(earlier.read_text()) if earlier.exists() else {}
+    good = False
     for name in options.families:
         told = conditions(BOTH)
         with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +93,97 @@ def main() -> None:
         print(name, [step["policy/mismatch_max"] for step in steps], flush=True)
         text, good = report(found)
         save("model_families", found, text)
-    sys.exit(not good)
+    return good
+
+
+def equal(folder: str, dtype: Any) -> dict[str, Any]:
+    """Tensors of the checkpoint, those that are views, and whether both policies are the same; or why the base cannot
+    be shared. In a process of its own."""
+    import torch
+
+    from cluster.errors import WrongInput
+    from learner.config import ModelConfig
+    from learner.config.settings import LoraConfig
+    from learner.model.policy import Policy
+    from learner.model.shared_base import MappedBase
+    from rollout.engine import EngineSettings
+    from rollout.types import Manifest
+    from rollout.vllm.engine import VllmEngine
+
+    settings = EngineSettings(
+        model=folder, dtype=dtype, max_model_len=128, kv_cache_bytes=64 << 20, max_num_seqs=8, max_lora_rank=16,
+        adapter_window=2, seed=0, shares_base=True,
+    )  # fmt: skip
+    engine, cpu = VllmEngine(settings), torch.device("cpu")
+    manifest: Manifest = asyncio.run(engine.share_base())
+    found: dict[str, Any] = {"views": len(manifest.views), "tensors": len(manifest.views) + len(manifest.refused)}
+    try:
+        mapped = MappedBase(manifest, cpu)
+        model, lora = ModelConfig(path=folder, dtype=dtype), LoraConfig(rank=16)
+        ours, own = (
+            _learned(Policy(model, lora, checkpointing="full", seed=0, device=cpu, mapped=base))
+            for base in (mapped, None)
+        )
+        mapped.check()
+        found["same"] = all(map(torch.equal, ours, own))
+    except WrongInput as error:
+        found["refused"] = str(error)
+    asyncio.run(engine.close())
+    return found
+
+
+def _learned(policy: Any) -> list[Any]:
+    """Logprobs of a row under a random adapter, and the gradients of their sum."""
+    import torch
+
+    from learner.model.logprob import policy_logprobs
+
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.copy_(0.2 * torch.randn(master.shape, generator=random))
+    policy.sync()
+    ids = torch.tensor([PROBE])
+    logprobs, _ = policy_logprobs(policy.hidden(ids[:, :-1]), policy.head, ids[0, 1:], 1.0, logits=policy.logits)
+    logprobs.sum().backward()
+    policy.collect_gradients()
+    gradients = [master.grad for master in policy.masters.values() if master.grad is not None]
+    assert len(gradients) == len(policy.masters), "every part of the adapter has a gradient"
+    return [logprobs.detach(), *gradients]
+
+
+def shared_base(options: argparse.Namespace) -> bool:
+    told = conditions()
+    os.environ.update(required_env(cuda=False) | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    found = []
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, spawn.Pool(1, maxtasksperchild=1) as pool:
+        for name in (*PLAIN, *options.families):
+            path = Path(folder) / name
+            model = make_tiny_model(path, family=name) if name in PLAIN else make_family(path, name)
+            for dtype in ("float32", "bfloat16"):
+                found.append({"family": name, "dtype": dtype} | pool.apply(equal, (str(model), dtype)))
+                print(found[-1], flush=True)
+    cells = [
+        [
+            one["family"], one["dtype"], f"{one['views']} of {one['tensors']}",
+            "refused" if "refused" in one else "same bits" if one["same"] else "differ", one.get("refused", ""),
+        ]
+        for one in found
+    ]  # fmt: skip
+    header = ["family", "type", "tensors that are views", "logprobs and gradients", "refused"]
+    text = f"# One base for generator and learner, by family\n\n{as_table(header, cells)}\n\n{under(told, 'On a CPU')}"
+    save("shared_base_families", {"conditions": told, "families": found}, text)
+    return all(one.get("same", True) for one in found)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--shared-base", action="store_true")
+    options = parser.parse_args()
+    sys.exit(not (shared_base if options.shared_base else whole_system)(options))
 
 
 if __name__ == "__main__":

@@ -1,250 +1,338 @@
-"""Ranks of the learner on one machine, a core each: what two of them gain over one, what exact sums cost, how evenly
-the work is divided, and what a base in shards (memory.base: sharded) saves and costs, frozen and trained as a whole.
+"""Ranks of the learner on one machine: equal policies, what two gain over one, how evenly the work is divided, what a
+base in shards (memory.base: sharded) saves and costs, frozen and trained as a whole, and the loss of a rank in a step.
 
-    PYTHONPATH=. python -m benchmarks.learner.ranks
+    PYTHONPATH=. python -m benchmarks.learner.ranks                          a core for each rank, with gloo
+    PYTHONPATH=. python -m benchmarks.learner.ranks --device cuda            all ranks on one card, with NCCL
+    PYTHONPATH=. python -m benchmarks.learner.ranks --tiny --turns 1         the rehearsal, into build/rehearsal
 
-Speed: a random 13M-parameter Llama in float32, 16 groups of 6 completions, about 10,000 tokens a step, in
-micro-batches of at least 2048 tokens: between the 512 that a CPU takes and the 4096 of a card. Memory: a random
+CPU, speed: a random 13M-parameter Llama in float32, 16 groups of 6 completions, about 10,000 tokens a step, in
+micro-batches of at least 2048 tokens: between the 512 that a CPU takes and the 4096 of a card. CPU, memory: a random
 Llama of 200M parameters, its files in float32 and the learner in bfloat16, so that no rank maps the files, and a step
 of a few hundred tokens, so that little but the base is held. Each allocation of 64 KiB or more is the system's own
 (MALLOC_MMAP_THRESHOLD_), so that what was freed is not counted.
+
+Card: the shape of Qwen2.5-0.5B, random weights. NCCL takes no two ranks on one card of one node, so each rank names a
+node of its own (NCCL_HOSTID) and they exchange through sockets. That shows what a card computes and holds and how a
+loss ends, and nothing about speed. A run refuses this placement.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
+import math
 import multiprocessing
 import os
-import statistics
+import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.common import as_table, conditions, save, under
-from examples.random_model import make_tiny_model
+from benchmarks.common import RESULTS, as_table, parser_of, under
+from benchmarks.gpu import system
+from benchmarks.gpu.model import group
+from benchmarks.gpu.rows import TOKENIZER, Found, folder_for, told_of
+from cluster.memory.shape import SHAPES
+from examples.random_model import VOCAB_SIZE, make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.ranks.group import Group
 from learner.ranks.rank import RankTrainer, ShardedRank
-from learner.ranks.ranks import Meeting
+from learner.ranks.ranks import Meeting, Return
 from learner.trainer import optimizer
-from learner.trainer.trainer import Trainer
-from rollout.fakes import make_group
-from rollout.types import Completion
 
-HOST, LONG_S, LONGEST = "127.0.0.1", 600.0, 200
-BUDGET, LEAST = 4096, 2048  # tokens of a micro-batch, at most and at least
+HOST, START_S, STEP_S = "127.0.0.1", 600.0, 60.0
+LOST_IN = 3  # the step
+BUDGET, LEAST = 4096, 2048  # tokens of a micro-batch, at most, and at least on a CPU
 SPEED: dict[str, int] = {"hidden_size": 384, "layers": 8, "heads": 6, "kv_heads": 3, "max_length": 512}
 LARGE: dict[str, int] = {"hidden_size": 768, "layers": 32, "heads": 12, "kv_heads": 4, "max_length": 512}
+# On a card one rank does not repeat the bits of its own gradients; in the first step norms may differ by this share.
+SAME_NORM = 1e-3
 
 
 class Kind(NamedTuple):
     name: str
     ranks: int
-    reduce: Literal["exact", "fast"]
+    reduce: Literal["exact", "fast"] = "fast"
     sharded: bool = False
     mode: Literal["lora", "full"] = "lora"
+    lost: bool = False  # one rank is killed in step LOST_IN
 
 
 KINDS = (
-    Kind("one rank", 1, "fast"),
-    Kind("two, fast sums", 2, "fast"),
-    Kind("two, exact sums", 2, "exact"),
-    Kind("two, exact sums, base in shards", 2, "exact", sharded=True),
-    Kind("one rank, whole model", 1, "fast", mode="full"),
-    Kind("two, whole model in shards", 2, "fast", sharded=True, mode="full"),
+    Kind("one", 1, "exact"),
+    Kind("two", 2, "exact"),
+    Kind("two-one-lost", 2, "exact", lost=True),
+    Kind("two-fast", 2),
+    Kind("two-sharded", 2, "exact", sharded=True),
+    Kind("one-full", 1, mode="full"),
+    Kind("two-full-sharded", 2, sharded=True, mode="full"),
 )
-BASES = {"lora": KINDS[0], "full": KINDS[4]}  # with which the others are compared
+BASES = {"lora": "one", "full": "one-full"}  # with which the others are compared
+COMPARED = ("one", "two", "two-one-lost", "two-sharded")  # exact sums: whose policies must be equal on a CPU
 
 
-class Told(NamedTuple):
-    """By one rank. cpu, wall: seconds of each step. tokens: of its micro-batches in a step, padding included. before,
-    loaded, most, held: MB of anonymous memory, before there is a model, with it, the most on the way, and after the
-    steps, with the states of the optimizer."""
+class Case(NamedTuple):
+    """What is trained. own_pages: see MALLOC_MMAP_THRESHOLD_ above."""
 
-    cpu: list[float]
-    wall: list[float]
-    tokens: int
-    before: float
-    loaded: float
-    most: float
-    held: float
+    name: str
+    folder: str
+    dtype: Any
+    batch: list[pa.Table]
+    steps: int = 4
+    own_pages: bool = False
 
 
-def anonymous() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6
+class Rank:
+    """A process with one rank's trainer, that answers one call after the other begins."""
 
-
-@contextmanager
-def watching(most: list[float]) -> Iterator[None]:
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.002):
-            most.append(anonymous())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def groups(count: int) -> list[pa.Table]:
-    """Of 6 completions with 20 to 200 tokens each, under prompts of 60."""
-    random = np.random.default_rng(0)
-    found = []
-    for position in range(count):
-        lengths = random.integers(20, LONGEST + 1, 6)
-        prompt = random.integers(0, 256, 60).tolist()
-        completions = [
-            Completion(random.integers(0, 256, n).astype(np.int32), np.full(n, -5.5, np.float32), "stop",
-                       np.zeros(n, np.int32)) for n in lengths
-        ]  # fmt: skip
-        rewards = random.normal(size=6).tolist()
-        table = make_group(position, completions=completions, rewards=rewards)
-        ids = pa.array([prompt] * 6, table.schema.field("prompt_ids").type)
-        found.append(
-            table.set_column(table.schema.get_field_index("prompt_ids"), table.schema.field("prompt_ids"), ids)
+    def __init__(self, case: Case, kind: Kind, device: str, rank: int) -> None:
+        self._pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=rank_process, args=(theirs, case, kind, device, rank), daemon=True
         )
-    return found
+        self._process.start()
+
+    def ask(self, name: str, *args: Any) -> None:
+        self._pipe.send((name, args))
+
+    def answer(self, name: str) -> Any:
+        """To the call of that name; those to other calls are passed over. RuntimeError: it failed."""
+        while True:
+            if not self._pipe.poll(START_S):
+                raise RuntimeError(f"{name}: no answer within {START_S:g} s")
+            found, value, error = self._pipe.recv()
+            if found == name and error is None:
+                return value
+            if found == name:
+                raise RuntimeError(f"{name}: {error}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.wait()
+
+    def wait(self) -> None:
+        """For its end."""
+        self._process.join(START_S)
 
 
-async def serve(end: Connection, rank: int, kind: Kind, path: str, dtype: str, count: int, steps: int) -> Told:
-    before, most = anonymous(), [0.0]
-    with watching(most):
-        trainer = made(rank, kind, path, dtype)
-        if isinstance(trainer, RankTrainer):
-            if rank == 0:
-                end.send(await trainer.open(HOST, LONG_S))
-            await trainer.join(Meeting(HOST, end.recv(), LONG_S, LONG_S), HOST)
-        loaded = anonymous()
-    tokens = counted(trainer)
-    batch, cpu, wall = groups(count), [], []
-    for _ in range(steps):
-        tokens.clear()
-        started, spent = time.perf_counter(), time.process_time()
-        await trainer.step(batch)
-        wall.append(time.perf_counter() - started)
-        cpu.append(time.process_time() - spent)
-    return Told(cpu, wall, sum(tokens), before, loaded, max(most), anonymous())
+def rank_process(pipe: Connection, case: Case, kind: Kind, device: str, rank: int) -> None:
+    if device == "cuda":
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}-{os.getpid()}", "NCCL_SOCKET_IFNAME": "lo"}
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+        optimizer.LEAST_ON_CPU = LEAST
+    asyncio.run(serve(pipe, case, kind, device, rank))
 
 
-def made(rank: int, kind: Kind, path: str, dtype: Any) -> Trainer:
-    group = Group(rank, kind.ranks, "cpu", sharded=kind.sharded)
-    options: dict[str, Any] = {"temperature": 1.0, "max_completion_length": LONGEST, "total_steps": 100, "seed": 0}
-    settings = (
-        ModelConfig(path=path, dtype=dtype),
-        LearnerConfig(mode=kind.mode, reduce=kind.reduce, token_budget=BUDGET),
-    )
-    if kind.ranks == 1:
-        return Trainer(*settings, device="cpu", **options)
-    return (ShardedRank if kind.sharded else RankTrainer)(*settings, device="cpu", group=group, **options)
+async def serve(pipe: Connection, case: Case, kind: Kind, device: str, rank: int) -> None:
+    before = held(device)
+    made = ShardedRank if kind.sharded else RankTrainer
+    ranks = Group(rank, kind.ranks, device, sharded=kind.sharded)
+    trainer = made(
+        ModelConfig(path=case.folder, dtype=case.dtype),
+        LearnerConfig(mode=kind.mode, reduce=kind.reduce, learning_rate=1e-4, token_budget=BUDGET),
+        device=device, group=ranks, temperature=1.0, max_completion_length=512, total_steps=100, seed=0,
+    )  # fmt: skip
+    tokens: list[int] = []
+    running = set()
+    while True:
+        name, args = await asyncio.to_thread(pipe.recv)
+        if name == "die_in_sum":
+            vars(ranks)["sum"] = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            continue
+        work = told(trainer, tokens, before, *args) if name == "told" else getattr(trainer, name)(*args)
+        task = asyncio.create_task(one_call(pipe, name, work))
+        running.add(task)
+        task.add_done_callback(running.discard)
 
 
-def counted(trainer: Any) -> list[int]:
-    """Filled with the tokens of each micro-batch from here on."""
-    plain, found = trainer._policy.predicting, []
+async def one_call(pipe: Connection, name: str, work: Any) -> None:
+    started, spent = time.perf_counter(), time.process_time()
+    try:
+        value = await work
+    except Exception as error:
+        return pipe.send((name, None, f"{type(error).__name__}: {error}"))
+    if name == "numbered_step":
+        value |= {"wall": time.perf_counter() - started, "cpu": time.process_time() - spent}
+    return pipe.send((name, value, None))
+
+
+def held(device: str) -> int:
+    """Bytes: of anonymous memory of this process, on a card what it has allocated there."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
+
+
+async def told(trainer: Any, tokens: list[int], before: int, ended: bool) -> Found:
+    """Of the memory that this rank holds now, and at the end of the policy and of the tokens of its micro-batches,
+    padding included, which are counted from the first call on."""
+    on_card = torch.cuda.is_initialized()
+    found: Found = {"held": held("cuda" if on_card else "cpu") - before}
+    if ended:
+        _, exported = await trainer.outgoing()
+        peak = torch.cuda.max_memory_allocated() if on_card else None
+        return found | {"digest": exported.policy_id.digest, "peak": peak, "tokens": sum(tokens)}
+    plain = trainer._policy.predicting  # of a base in shards it is there since the ranks have met
 
     def predicting(batch: Any) -> Any:
-        found.append(0 if batch.idle else batch.ids.numel())
+        tokens.append(0 if batch.idle else batch.ids.numel())
         return plain(batch)
 
     trainer._policy.predicting = predicting
     return found
 
 
-def process(end: Connection, rank: int, *what: Any) -> None:
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    torch.set_num_threads(1)
-    optimizer.LEAST_ON_CPU = LEAST
-    end.send(asyncio.run(serve(end, rank, *what)))
+def everyone(ranks: Sequence[Rank], name: str, *args: Any) -> list[Any]:
+    for rank in ranks:
+        rank.ask(name, *args)
+    return [rank.answer(name) for rank in ranks]
 
 
-def measured(kind: Kind, path: str, dtype: str, count: int, steps: int) -> list[Told]:
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(kind.ranks)]
-    for rank, (_, theirs) in enumerate(pipes):
-        context.Process(target=process, args=(theirs, rank, kind, path, dtype, count, steps), daemon=True).start()
-    if kind.ranks > 1:
-        port = pipes[0][0].recv()
-        for ours, _ in pipes:
-            ours.send(port)
-    return [ours.recv() for ours, _ in pipes]
+def meeting(ranks: Sequence[Rank]) -> Meeting:
+    ranks[0].ask("open", HOST, START_S)
+    return Meeting(HOST, ranks[0].answer("open"), START_S, STEP_S)
 
 
-def speed_rows(path: str, turns: int, steps: int) -> list[dict[str, Any]]:
-    """The kinds in turns, the first step of each left out; medians."""
-    seen: dict[str, list[list[Told]]] = {kind.name: [] for kind in KINDS}
-    for turn in range(turns):
-        for kind in KINDS:
-            seen[kind.name].append(measured(kind, path, "float32", 16, steps + 1))
-            print(f"turn {turn + 1} of {turns}: {kind.name}", flush=True)
-    rows = []
+def measure(case: Case, kind: Kind, device: str) -> Found:
+    """Steps; the seconds of all but the first, the loss and the gradient's norm of each, and the policy in the end."""
+    os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+    os.environ.update({"MALLOC_MMAP_THRESHOLD_": "65536"} if case.own_pages else {})  # of the processes to come
+    ranks = [Rank(case, kind, device, rank) for rank in range(kind.ranks)]
+    everyone(ranks, "join", meeting(ranks), HOST)
+    loaded = everyone(ranks, "told", False)
+    found: Found = {"losses": [], "norms": [], "cpu": [], "wall": [], "loaded": [one["held"] for one in loaded]}
+    for number in range(1, case.steps + 1):
+        if kind.lost and number == LOST_IN:
+            found["rejoined_s"] = lose_one(ranks, partial(Rank, case, kind, device, 1), case.batch, number)
+        metrics = everyone(ranks, "numbered_step", case.batch, number)
+        found["losses"].append(metrics[0]["loss/total"])
+        found["norms"].append(metrics[0]["loss/grad_norm"])
+        if number > 1:
+            for key in ("cpu", "wall"):
+                found[key].append(max(one[key] for one in metrics))
+    last = everyone(ranks, "told", True)
+    for one in ranks:
+        one.kill()
+    if not all(math.isfinite(norm) and norm > 0 for norm in found["norms"]):
+        raise RuntimeError(f"gradient norms {found['norms']}: nothing is trained, so equal policies say nothing")
+    digests = {one["digest"] for one in last} - {""}  # of a whole model rank 0 has one
+    if len(digests) != 1:
+        raise RuntimeError(f"the ranks end with different policies: {digests}")
+    return found | {"digest": digests.pop()} | {key: [one[key] for one in last] for key in ("held", "peak", "tokens")}
+
+
+def lose_one(ranks: list[Rank], fresh: Any, batch: list[Any], number: int) -> float:
+    """Rank 1 ends where it would sum with rank 0, which waits; a fresh process gets rank 0's state. Its seconds."""
+    ranks[1].ask("die_in_sum")
+    for rank in ranks:
+        rank.ask("numbered_step", batch, number)
+    ranks[1].wait()
+    killed = time.perf_counter()
+    ranks[1] = fresh()
+    met = meeting(ranks)  # answered once the fresh process listens, too: its start is most of the time
+    everyone(ranks, "rejoin", met, HOST, Return(0, number))
+    return time.perf_counter() - killed
+
+
+def cases(folder: Path, options: Namespace) -> list[Case]:
+    """Those of the device, with their models."""
+    if options.device == "cuda":
+        shape = system.TINY if options.tiny else SHAPES["Qwen2.5-0.5B"]
+        batch = [group(i, 128, [256 - 8 * (i % 4)] * 6, shape.vocab) for i in range(8)]
+        return [Case("card", str(system.model(options, shape).absolute()), "bfloat16", batch)]
+    if options.tiny:
+        batch = [group(i, 16, [24 - 8 * (i % 2)] * 4, VOCAB_SIZE) for i in range(4)]
+        return [Case("speed", str(make_tiny_model(folder / "tiny")), "float32", batch)]
+    random = np.random.default_rng(0)
+    batch = [group(i, 60, random.integers(20, 201, 6).tolist(), VOCAB_SIZE) for i in range(16)]
+    small, large = (
+        str(make_tiny_model(folder / name, tied=False, family="Llama", initializer_range=0.02, **sizes))
+        for name, sizes in (("small", SPEED), ("large", LARGE))
+    )
+    memory = Case("memory", large, "bfloat16", batch[:1], steps=1, own_pages=True)
+    return [Case("speed", small, "float32", batch), memory]
+
+
+def report(found: dict[str, list[Found]]) -> str:
+    """A line for each kind; of several turns the medians. Equal digests are equal policies."""
+    header = ["ranks", "policy", "CPU-s a step of the busiest", "gain", "wall s", "gain", "tokens a rank",
+              "loaded MB a rank", "held MB a rank", "peak MB a rank", "rejoined s", "gradient norms",
+              "loss"]  # fmt: skip
+    lines = []
     for kind in KINDS:
-        ranks = [[told[rank] for told in seen[kind.name]] for rank in range(kind.ranks)]
-        slowest = [
-            max(steps) for told in seen[kind.name] for steps in zip(*(one.wall[1:] for one in told), strict=True)
+        if (turns := found.get(kind.name)) is None:
+            continue
+        times = []
+        for key in ("cpu", "wall"):
+            own, base = ([s for one in some for s in one[key]] for some in (turns, found.get(BASES[kind.mode], turns)))
+            times += [f"{median(own):.2f}", f"{median(base) / median(own):.2f}"] if own else ["", ""]
+        one = turns[-1]
+        memory = [
+            " ".join("" if b is None else f"{b / 1e6:.0f}" for b in one[key]) for key in ("loaded", "held", "peak")
         ]
-        cpu = max(statistics.median(s for told in own for s in told.cpu[1:]) for own in ranks)
-        wall, tokens = statistics.median(slowest), [own[0].tokens for own in ranks]
-        rows.append({"kind": kind.name, "mode": kind.mode, "cpu": cpu, "wall": wall, "tokens": tokens})
-    return rows
+        rejoined = f"{one['rejoined_s']:.1f}" if "rejoined_s" in one else ""
+        norms = " ".join(f"{norm:.5f}" for norm in one["norms"])
+        tokens = " : ".join(str(count // len(one["losses"])) for count in one["tokens"])
+        lines.append([kind.name, one["digest"][:12], *times, tokens, *memory, rejoined, norms,
+                      f"{one['losses'][-1]:.6f}"])  # fmt: skip
+    return as_table(header, lines)
 
 
-def memory_rows(path: str) -> list[dict[str, Any]]:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the processes to come
-    rows = []
-    for kind in (KINDS[0], *KINDS[2:]):
-        told = measured(kind, path, "bfloat16", 1, 1)
-        row = {
-            f"{name}_mb": max(getattr(one, name) - one.before for one in told) for name in ("loaded", "most", "held")
-        }
-        rows.append({"kind": kind.name} | row)
-    return rows
+def difference(found: dict[str, list[Found]], device: str) -> str:
+    """What differs that should not, or nothing."""
+    compared = [one for name in COMPARED for one in found.get(name, [])]
+    if device == "cpu":
+        return "the policies differ" if len({one["digest"] for one in compared}) > 1 else ""
+    norms = [one["norms"][0] for one in compared]
+    if norms and max(norms) - min(norms) > SAME_NORM * min(norms):
+        return f"the gradients of the first step differ: norms {norms}"
+    return ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        small = str(
-            make_tiny_model(Path(folder) / "small", tied=False, family="Llama", initializer_range=0.02, **SPEED)
-        )
-        large = make_tiny_model(Path(folder) / "large", tied=False, family="Llama", initializer_range=0.02, **LARGE)
-        speed = speed_rows(small, asked.turns, asked.steps)
-        memory = memory_rows(str(large))
-        base = (large / "model.safetensors").stat().st_size / 2e6
-    one = {mode: next(row for row in speed if row["kind"] == kind.name) for mode, kind in BASES.items()}
-    times = [
-        (row["kind"], f"{row['cpu']:.2f}", f"{one[row['mode']]['cpu'] / row['cpu']:.2f}", f"{row['wall']:.2f}",
-         f"{one[row['mode']]['wall'] / row['wall']:.2f}", " : ".join(map(str, row["tokens"]))) for row in speed
-    ]  # fmt: skip
-    held = [(row["kind"], *(f"{row[f'{name}_mb']:.0f}" for name in ("loaded", "most", "held"))) for row in memory]
-    told = conditions()
-    text = "\n\n".join([
-        "# Ranks of the learner, a core each",
-        as_table(("ranks", "CPU-s a step of the busiest", "gain", "wall s", "gain", "tokens a rank"), times),
-        f"A base of {base:.0f} MB, bfloat16; MB of anonymous memory beside what the process had without a model:",
-        as_table(("ranks", "loaded, of one rank", "most while it loads", "after a step"), held),
-        under(told, f"Micro-batches of at least {LEAST} tokens. Medians of {asked.turns} turns of {asked.steps} steps"),
-    ])  # fmt: skip
-    save("ranks", {"conditions": told, "speed": speed, "memory": memory, "base_mb": base}, text)
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tiny", action="store_true", help="to rehearse")
+    parser.add_argument("--kinds", nargs="+", choices=[kind.name for kind in KINDS], help="else all")
+    parser.add_argument("--turns", type=int, default=3, help="of the kinds, where speed is measured")
+    parser.set_defaults(models="build/models", tokenizer=str(TOKENIZER))
+    options = parser.parse_args()
+    kinds = [kind for kind in KINDS if options.kinds is None or kind.name in options.kinds]
+    told, found = told_of(options.device), dict[str, dict[str, list[Found]]]()
+    with tempfile.TemporaryDirectory() as name:
+        for case in cases(Path(name), options):
+            own = found.setdefault(case.name, {})
+            for turn in range(1 if case.steps == 1 else options.turns):
+                for kind in kinds:
+                    if not (kind.lost and case.steps < LOST_IN):
+                        own.setdefault(kind.name, []).append(measure(case, kind, options.device))
+                        print(f"{case.name}, turn {turn + 1}: {kind.name}", flush=True)
+    tables = "\n\n".join(f"## {case}\n\n{report(own)}" for case, own in found.items())
+    text = (
+        f"# Ranks of the learner\n\n{tables}\n\n{under(told, f'Medians of {options.turns} turns; memory of the last')}"
+    )
+    on_cpu = options.device == "cpu" and not options.tiny
+    folder = RESULTS if on_cpu else folder_for(options.device, options.tiny)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ranks.json").write_text(json.dumps({"conditions": told, "cases": found}, indent=1) + "\n")
+    (folder / "ranks.md").write_text(text + "\n")
+    print(text)
+    wrong = [words for own in found.values() if (words := difference(own, options.device))]
+    raise SystemExit("; ".join(wrong) or 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ ways take turns, step by step.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import as_table, as_text, conditions, cpu_seconds, save
+from benchmarks.common import LEARNER_PACKAGES, as_table, conditions, cpu_seconds, parser_of, save, under
 from benchmarks.engine.engine_speed import chats
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
@@ -103,13 +102,13 @@ def transformers_of(model: str, dtype: str, rows: Rows) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/smollm2"), help="holds a folder for each type")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    told, found, cells = conditions(), {}, []
+    told, found, cells = conditions(LEARNER_PACKAGES), {}, []
     for dtype in options.dtypes:
         model = str(options.folder / dtype)
         rows = make_rows(model)
@@ -133,7 +132,7 @@ def main() -> None:
     text = (
         f"# One step of the learner on SmolLM2-135M-Instruct: {GROUPS} x {GENERATIONS} completions, {tokens} tokens, "
         f"LoRA r = {RANK}\n\n{table}\n\nMedians of {options.repeats} turns (in brackets the lowest and the highest "
-        f"ratio), one thread; transformers: no update.\n\nConditions: {as_text(told)}\n"
+        f"ratio), transformers: no update.\n\nConditions: {under(told, 'CPU time of one thread')}\n"
     )
     save("real_step", {"conditions": told, "completion_tokens": tokens, "seconds": found}, text)
 

@@ -8,9 +8,9 @@
 
 The demo, with a reward process of its own, or with --environments the one with tools, where generators score;
 asynchronous, with two generators and a learner of two ranks.
-Every 15 to 20 seconds one process of it is killed, stopped or paused at random, or its disk is full for a while
-(benchmarks/system/chaos_faults.py), also while it recovers from the fault before. A run that ends is started again with
-the same command. At the end it is stopped by SIGINT and goes on undisturbed for some steps.
+Every 15 to 20 seconds one process of it is killed, stopped or paused at random, or its disk is full for a while, also
+while it recovers from the fault before. A run that ends is started again with the same command. At the end it is
+stopped by SIGINT and goes on undisturbed for some steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,15 +28,15 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from statistics import quantiles
-from typing import Any
+from threading import Timer
+from typing import Any, NamedTuple
 
-from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, save, under
-from benchmarks.processes import marked
-from benchmarks.system.chaos_faults import KINDS, PAUSE_S, Fault, drawn, inject, possible
-from benchmarks.system.run_folder import counted, rows
+from benchmarks.common import as_table, conditions, marked, parser_of, save, under
+from benchmarks.system.system_run import counted, rows
 from learner.api.calls import MetricsLines
 
 SHARED = Path("/dev/shm")
@@ -48,6 +49,106 @@ SETTINGS = (
 )  # fmt: skip
 WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # below deadlines.group
 WITHOUT_ENVIRONMENTS = ("cluster.rewards.processes=1",)
+
+
+class Kind(NamedTuple):
+    """often: beside the other kinds. signal: None, where no process gets one. command: what the command line of the
+    process holds. damaging: the newest checkpoint, before. paused: seconds after which it goes on. filling: the disk
+    of the run folder, for as long."""
+
+    often: int
+    signal: Signals | None
+    command: str
+    damaging: bool = False
+    paused: float | None = None
+    filling: bool = False
+
+
+PAUSE_S = 5.0  # a third of what a process may be silent for
+SMALL = 2**30  # bytes of a disk that may be filled
+GENERATOR, RANK, REWARDS, DRIVER = "ray::generator-", "ray::learner-", "ray::rewards-", "-m learner.main"
+ENVIRONMENT, DISK = "kill environment process", "fill disk"
+KINDS = {
+    "kill generator": Kind(4, SIGKILL, GENERATOR),
+    "stop generator": Kind(2, SIGSTOP, GENERATOR),
+    "kill rank": Kind(4, SIGKILL, RANK),
+    "stop rank": Kind(2, SIGSTOP, RANK),
+    "kill reward process": Kind(2, SIGKILL, "multiprocessing.spawn import spawn_main"),
+    "kill reward server": Kind(2, SIGKILL, REWARDS),
+    "stop reward server": Kind(1, SIGSTOP, REWARDS),
+    "kill driver": Kind(2, SIGKILL, DRIVER),
+    "kill driver, newest checkpoint damaged": Kind(1, SIGKILL, DRIVER, damaging=True),
+    "kill raylet": Kind(1, SIGKILL, "/raylet/raylet "),
+    "pause generator": Kind(2, SIGSTOP, GENERATOR, paused=PAUSE_S),
+    "pause rank": Kind(2, SIGSTOP, RANK, paused=PAUSE_S),
+    "pause driver": Kind(1, SIGSTOP, DRIVER, paused=PAUSE_S),
+    ENVIRONMENT: Kind(4, SIGKILL, "rollout.env.preload"),  # or the one that they are forked from
+    DISK: Kind(2, None, DRIVER, paused=PAUSE_S, filling=True),
+}
+
+
+class Fault(NamedTuple):
+    """at: seconds since the benchmark began. pid: of the process that it was done to."""
+
+    at: float
+    kind: str
+    pid: int
+
+
+def possible(folder: Path, *, environments: bool) -> list[str]:
+    """Kinds of faults of a run in this folder: its disk is filled only if it is small, hence made for it."""
+    no_disk = shutil.disk_usage(folder).total > SMALL
+    return [name for name in KINDS if not (name == ENVIRONMENT and not environments) and not (name == DISK and no_disk)]
+
+
+def drawn(rng: random.Random, names: Sequence[str]) -> str:
+    """The name of the next fault's kind, one of these."""
+    (name,) = rng.choices(names, [KINDS[name].often for name in names])
+    return name
+
+
+def inject(name: str, rng: random.Random, at: float, processes: Mapping[int, str], run_dir: Path) -> Fault | None:
+    """A fault of this kind; None if what it needs is not there (yet)."""
+    kind = KINDS[name]
+    pids = [pid for pid, command in processes.items() if kind.command in command]
+    if not pids or (kind.damaging and not _damage(rng, run_dir)):
+        return None
+    pid = rng.choice(pids)
+    if kind.filling:
+        _fill(run_dir.parent / "filler", PAUSE_S)
+    elif kind.signal is not None:
+        try:
+            os.kill(pid, kind.signal)
+        except ProcessLookupError:
+            return None
+        if kind.paused is not None:
+            Timer(kind.paused, _go_on, [pid]).start()
+    return Fault(at, name, pid)
+
+
+def _fill(file: Path, seconds: float) -> None:
+    """Leaves no byte free for so long."""
+    with suppress(OSError), file.open("ab", buffering=0) as stream:
+        while True:
+            stream.write(bytes(2**20))
+    Timer(seconds, file.unlink).start()
+
+
+def _go_on(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it was killed meanwhile, as one that hangs
+        os.kill(pid, SIGCONT)
+
+
+def _damage(rng: random.Random, run_dir: Path) -> bool:
+    """Flips a bit of the newest checkpoint; False where there is none."""
+    newest = max((run_dir / "checkpoints").glob("step-*"), default=None)
+    files = [] if newest is None else sorted(file for file in newest.rglob("*.pt") if file.stat().st_size)
+    if not files:
+        return False
+    content = bytearray(files[0].read_bytes())
+    content[rng.randrange(len(content))] ^= 1
+    files[0].write_bytes(content)
+    return True
 
 
 class Runs:
@@ -147,7 +248,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, nargs=2, default=[15, 20], help="seconds between two faults")
@@ -164,7 +265,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory() as folder:
         found = under_faults(Path(folder), options, os.environ)
-    told = conditions(ENGINE_PACKAGES)
+    told = conditions()
     rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
     text = f"# A run under faults\n\n{as_table(['what', 'found'], rows)}\n\n{under(told, 'Wall time')}\n"
     save(options.name, {"conditions": told} | found, text)

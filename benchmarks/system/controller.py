@@ -1,12 +1,12 @@
-"""The controller's own cost from 1 to 64 rollout workers, without a model, Ray or a GPU
-(benchmarks/system/fake_run.py).
+"""The controller's own cost from 1 to 64 rollout workers and more, in one process without a model, Ray or a GPU.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.controller [--workers 1 2 4 ...]
 
-Real: Loop, Producer, Buffer, PolicySlot, Cursor, Timeline, ledger, metrics. Not there: Ray's share of a call (see
-benchmarks.engine.pipes), generation, training. Controller milliseconds are CPU time of the whole process less what
-workers and trainer spent in their own code (they copy a ready group and answer the probe), so timers of their waits
-are in them. Ideal throughput is what the workers do when they never wait: at_once / seconds, summed over the workers.
+Real: Loop, Producers, Buffer, PolicySlot, Cursor, Timeline, ledger, metrics, between workers that wait instead of
+generating and a trainer that does no work. Not there: Ray's share of a call (benchmarks.engine.push groups),
+generation, training. Controller milliseconds are CPU time of the whole process less what workers and trainer spent in
+their own code (they copy a ready group and answer the probe), so timers of their waits are in them. Ideal throughput is
+what the workers do when they never wait: AT_ONCE / seconds, summed over the workers.
 
 A process that wakes up ten times a second finds its caches cold, and takes several times the CPU time for the same
 work. Hence the workers are counted twice: with groups of the same seconds, so that 64 of them make 64 times the groups
@@ -16,209 +16,252 @@ who do the same for every group, tell by their own time how cold it is.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
+import random
 import resource
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
-import numpy as np
+import pyarrow as pa
 
-from benchmarks.common import ENGINE_PACKAGES, RESULTS, as_table, conditions, save, under
-from benchmarks.system.fake_run import FakeRun
+from benchmarks.common import as_table, conditions, parser_of, save, under
+from cluster.actor import Local
+from cluster.files import Digest
+from learner.config import RunConfig
+from learner.driver.local import FakeTrainer, MadeUpProblems, local_run
+from rollout.delivery import Answer, Receipt
+from rollout.fakes import FakeEngine, make_group, make_problem
+from rollout.schema import Problem
+from rollout.service import RolloutService
+from rollout.types import Adapter, Sampling, SentPolicy, Weights, WeightsInFile, group_seed
 
-GROUPS_PER_STEP = 64
-AT_ONCE = 2  # groups that a worker runs at a time; of 8 workers, each does the work of 8
+GROUPS_PER_STEP, STALENESS = 64, 3
+AT_ONCE = 2  # groups that a worker runs at a time
 RATE = 300.0  # groups/s of all workers together, where they are to have one
 PAGE = resource.getpagesize()
+VOCAB, GENERATIONS, MAX_TOKENS = 64, 8, 200
+STAMPED = ("position", "attempt", "policy_version_min", "policy_version_max", "worker")
 
 
-@dataclass(slots=True)
-class Mark:
+class Clock:
+    """CPU seconds of this thread inside of `with` blocks, none of which may suspend."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.thread_time() - self._began
+
+
+class Away:
+    """What would run in other processes, and its CPU time.
+
+    One fake engine stands for all. It samples one group before anything starts, and answers each policy's probe once:
+    the groups of the run are that one with another position and version. Making text is not what is measured.
+    """
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self._engine = FakeEngine(VOCAB)
+        self._group: pa.Table | None = None
+        self._answers: dict[int, Answer] = {}
+
+    async def group(self, values: Sequence[int]) -> pa.Table:
+        """The sampled group with these values in the columns STAMPED."""
+        if self._group is None:
+            sampled = await self._engine.generate((3, 1, 2), _sampling(0, 0))
+            self._group = make_group(completions=sampled, rewards=[j / GENERATIONS for j in range(GENERATIONS)])
+        group = self._group
+        for name, value in zip(STAMPED, values, strict=True):
+            index, kind = group.schema.get_field_index(name), group.schema.field(name)
+            group = group.set_column(index, kind, pa.array([value] * len(group), kind.type))
+        return group
+
+    async def answer(self, policy: Adapter | Weights, token_ids: Sequence[int]) -> Answer:
+        """What the fake engine says of the probe under this policy."""
+        if policy.version not in self._answers:
+            if isinstance(policy, Weights):
+                await self._engine.load_weights(policy)
+            else:
+                await self._engine.load_adapter(policy)
+            answer = Answer(await self._engine.probe(token_ids), await self._engine.held(), 0.0)
+            self._answers = {policy.version: answer}
+        return self._answers[policy.version]
+
+
+class Worker(RolloutService):
+    """A rollout worker that runs AT_ONCE groups at a time and waits `seconds` for each, give or take half."""
+
+    def __init__(self, rank: int, seconds: float, away: Away) -> None:
+        self.rank, self.seconds, self.away = rank, seconds, away
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._random = random.Random(rank)
+
+    async def take_policy(self, policy: SentPolicy) -> Receipt:
+        assert not isinstance(policy, WeightsInFile), "the fake trainer sends adapters"
+        self._policy = policy
+        return Receipt(policy.digest, 0.0, 0.0)
+
+    async def probe(self, token_ids: Sequence[int]) -> Answer:
+        with self.away.clock:
+            return await self.away.answer(self._policy, token_ids)
+
+    async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
+        version = self._policy.version
+        async with self._slots:
+            await asyncio.sleep(self.seconds * self._random.uniform(0.5, 1.5))
+        with self.away.clock:
+            return await self.away.group((problem.position, attempt, version, version, self.rank))
+
+    async def sleep(self) -> None:
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class IdleTrainer(FakeTrainer):
+    """A trainer that does no work: it counts steps and says so, and saves nothing."""
+
+    def __init__(self, away: Away, on_step: Callable[[int], None]) -> None:
+        super().__init__(VOCAB, 0.0)
+        self.away, self.on_step = away, on_step
+
+    async def step(self, groups: list[pa.Table]) -> dict[str, float]:
+        await super().step(groups)
+        self.on_step(self.version)
+        return {}
+
+    async def probe(self, token_ids: list[int]) -> Answer:
+        with self.away.clock:
+            return await self.away.answer(self.adapter(), token_ids)
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        folder.mkdir()
+        return {}
+
+
+class FakeRun:
+    """`seconds`: of a group of a worker. `on_step` hears of each step as the trainer ends it."""
+
+    def __init__(
+        self, folder: Path, workers: int, seconds: float, groups_per_step: int, steps: int,
+        on_step: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.away = Away()
+        config = RunConfig.model_validate(
+            {
+                "steps": steps, "max_staleness": STALENESS, "model": {"path": "fake", "dtype": "float32"},
+                "data": {"path": "fake", "eval": {"every": 0}}, "rewards": [{"use": "reward"}],
+                "rollout": {
+                    "workers": workers, "num_generations": GENERATIONS, "max_completion_length": MAX_TOKENS,
+                },
+                "learner": {"groups_per_step": groups_per_step}, "checkpoint": {"every": 10**9}, "trackers": [],
+            }
+        )  # fmt: skip
+        generators = [Local(f"generator-{rank}", Worker, [rank, seconds, self.away]) for rank in range(workers)]
+        trainer = Local("learner", IdleTrainer, [self.away, on_step])
+        problems = MadeUpProblems(1_000_000, make_problem)
+        self._run = local_run(folder, config, steps, problems=problems, generators=generators, trainer=trainer)
+
+    async def run(self) -> None:
+        await self._run.finish()
+
+
+def _sampling(position: int, attempt: int) -> Sampling:
+    return Sampling(n=GENERATIONS, max_tokens=MAX_TOKENS, seed=group_seed(0, position, attempt))
+
+
+class Mark(NamedTuple):
     """The state of the process at the end of a step; what taking it costs lies between `cpu` and `cpu_after`."""
 
     wall: float
     cpu: float
     away: float
-    groups: Counter[int]
     resident: int
     cpu_after: float
 
     @classmethod
     def of(cls, fake: FakeRun) -> Mark:
-        wall, cpu, away = time.perf_counter(), time.process_time(), fake.away
+        wall, cpu, away = time.perf_counter(), time.process_time(), fake.away.clock.seconds
         gc.collect()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-        return cls(wall, cpu, away.clock.seconds, away.groups.copy(), resident, time.process_time())
+        return cls(wall, cpu, away, resident, time.process_time())
 
 
-def measure(
-    workers: Sequence[float], at_once: int, max_staleness: int, steps: int, trainer_seconds: float = 0.0,
-    late: float | None = None, groups_per_step: int = GROUPS_PER_STEP,
-) -> dict[str, Any]:  # fmt: skip
-    """One run; `workers`: seconds of a group of each; `late`: the same of one that joins when the clock starts.
-
-    The clock starts when what fills the buffer at the beginning is used up, and runs for `steps` optimizer steps.
-    """
-    warm = 2 * (1 + max_staleness)
+def measure(workers: int, seconds: float, steps: int, groups_per_step: int = GROUPS_PER_STEP) -> dict[str, Any]:
+    """One run; `seconds`: of a group of a worker. The clock starts when what fills the buffer at the beginning is used
+    up, and runs for `steps` optimizer steps."""
+    warm = 2 * (1 + STALENESS)
     marks: dict[int, Mark] = {}
 
     def on_step(step: int) -> None:
         if step in (warm, warm + steps):
             marks[step] = Mark.of(fake)
-        if step == warm and late is not None:
-            fake.join(late)
 
     with tempfile.TemporaryDirectory() as folder:
-        fake = FakeRun(
-            Path(folder), workers, at_once, groups_per_step, max_staleness, warm + steps, on_step, trainer_seconds
-        )
+        fake = FakeRun(Path(folder), workers, seconds, groups_per_step, warm + steps, on_step)
         asyncio.run(fake.run())
     first, last = marks[warm], marks[warm + steps]
     groups, wall = steps * groups_per_step, last.wall - first.wall
-    done = last.groups - first.groups
-    all_workers = [*workers] if late is None else [*workers, late]
     row = {
-        "workers": len(all_workers),
-        "max_staleness": max_staleness,
-        "groups": groups,
-        "seconds": wall,
+        "workers": workers,
+        "groups_per_step": groups_per_step,
         "groups_per_s": groups / wall,
-        "ideal_groups_per_s": sum(at_once / seconds for seconds in all_workers),
+        "ideal_groups_per_s": workers * AT_ONCE / seconds,
         "controller_ms": 1e3 * (last.cpu - first.cpu_after - last.away + first.away) / groups,
         "away_ms": 1e3 * (last.away - first.away) / groups,
         "resident_growth_bytes": (last.resident - first.resident) / groups,
-        "share_of_last_worker": done[len(all_workers) - 1] / max(done.total(), 1),
-        "share_of_first_worker": done[0] / max(done.total(), 1),
     }
     print({key: round(value, 4) for key, value in row.items()}, flush=True)
     return row
 
 
-def scaling(workers: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    return [measure([seconds] * count, AT_ONCE, 3, steps=max(4, min(16, 2 * count))) for count in workers]
-
-
-def at_one_rate(workers: Sequence[int]) -> list[dict[str, Any]]:
-    return [measure([count * AT_ONCE / RATE] * count, AT_ONCE, 3, steps=32) for count in workers]
-
-
-def idle_ms_per_s(seconds: float) -> float:
-    """CPU time of a run of 64 workers in which nothing happens: all are at work on their first groups."""
-
-    async def wait() -> float:
-        fake = FakeRun(Path(folder), [1e6] * 64, AT_ONCE, GROUPS_PER_STEP, 3, 1, lambda step: None)
-        running = asyncio.create_task(fake.run())
-        await asyncio.sleep(1.0)
-        began = time.process_time()
-        await asyncio.sleep(seconds)
-        spent = time.process_time() - began
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        return 1e3 * spent / seconds
-
-    with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(wait())
-
-
-def uneven(seconds: float) -> dict[str, dict[str, Any]]:
-    """Eight workers, of which one is late; 64 that the learner holds up, half of the groups/s of 64; and 256."""
-    quick, at_once = [2 * seconds] * 7, 8 * AT_ONCE
-    found = {"8 workers alike": measure([*quick, quick[0]], at_once, 3, 16)}
-    found["the last of 8 joins when the clock starts"] = measure(quick, at_once, 3, 16, late=quick[0])
-    found["64 workers, the learner is slower than they"] = measure([seconds] * 64, AT_ONCE, 3, 16, 2 * seconds)
-    lanes = GROUPS_PER_STEP * (1 + 3) // 64  # the slots that one of 64 workers holds at staleness 3
-    found[f"64 workers, all {lanes} groups that one holds at once"] = measure([seconds * 2] * 64, lanes, 3, 16)
-    found["256 workers, 256 groups a step"] = measure([seconds * 5] * 256, AT_ONCE, 3, 16, groups_per_step=256)
-    return found
-
-
-def picture(rows: Sequence[dict[str, Any]], same_rate: Sequence[dict[str, Any]], file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    cost, rate = figure.subplots(1, 2)
-    counts = [row["workers"] for row in rows]
-    cost.plot(counts, [row["controller_ms"] for row in rows], "o-", label="10 groups/s a worker")
-    cost.plot(counts, [row["controller_ms"] for row in same_rate], "s-", label=f"{RATE:.0f} groups/s in all")
-    cost.axhline(1.0, color="black", linestyle="--", label="bound")
-    cost.set(xscale="log", xlabel="rollout workers", ylabel="CPU milliseconds per group", ylim=(0, None))
-    rate.plot(counts, [row["groups_per_s"] for row in rows], "o-", label="measured")
-    rate.plot(counts, [row["ideal_groups_per_s"] for row in rows], "k--", label="workers never wait")
-    rate.set(xscale="log", yscale="log", xlabel="rollout workers", ylabel="groups per second")
-    for axes in (cost, rate):
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.legend()
-    RESULTS.mkdir(exist_ok=True)
-    figure.savefig(file, dpi=140)
-
-
-def line(name: str, row: dict[str, Any]) -> list[str]:
-    return [
-        name, f"{row['controller_ms']:.2f}", f"{row['away_ms']:.2f}", f"{row['groups_per_s']:.0f}",
-        f"{row['ideal_groups_per_s']:.0f}", f"{row['groups_per_s'] / row['ideal_groups_per_s']:.2f}",
-        f"{row['resident_growth_bytes'] / 1024:.1f}", f"{row['share_of_first_worker']:.1%}",
-        f"{row['share_of_last_worker']:.1%}",
-    ]  # fmt: skip
-
-
-def spread(rows: Sequence[dict[str, Any]]) -> float:
-    costs: list[float] = [row["controller_ms"] for row in rows]
-    return max(costs) / min(costs)
-
-
-def fit(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """CPU milliseconds per group, and per second beside that: least squares over the runs."""
-    groups, seconds = (np.array([row[key] for row in rows], float) for key in ("groups", "seconds"))
-    spent = groups * [row["controller_ms"] for row in rows]
-    (per_group, per_second), *_ = np.linalg.lstsq(np.stack([groups, seconds], 1), spent)
-    return float(per_group), float(per_second)
-
-
-def report(
-    rows: list[dict[str, Any]], same_rate: list[dict[str, Any]], others: dict[str, dict[str, Any]], idle: float,
-    told: dict[str, Any],
-) -> str:  # fmt: skip
-    header = ["", "controller CPU-ms per group", "stand-ins' own", "groups/s", "ideal", "of ideal",
-              "KiB grown per group", "share of first worker", "of last"]  # fmt: skip
-    first, second = ([line(f"{row['workers']} workers", row) for row in found] for found in (rows, same_rate))
-    per_group, per_second = fit(rows)
-    return (
-        f"# The controller, {rows[0]['workers']} to {rows[-1]['workers']} workers on no model\n\n"
-        f"Workers with groups of one length; highest cost over lowest {spread(rows):.2f}:\n\n"
-        f"{as_table(header, first)}\n\n"
-        f"The same at one rate, {RATE:.0f} groups/s from all workers; highest over lowest {spread(same_rate):.2f}:\n\n"
-        f"{as_table(header, second)}\n\n"
-        f"Uneven runs:\n\n{as_table(header, [line(*other) for other in others.items()])}\n\n"
-        f"A straight line through the first table: {per_group:.2f} ms per group and {per_second:.1f} ms per second. "
-        f"But a run of 64 workers in which nothing happens takes {idle:.2f} ms per second. The rest is the price of "
-        "waking up with cold caches: the stand-ins do the same work for every group.\n\n"
-        f"A worker runs {AT_ONCE} groups at a time (of 8 in uneven runs: {8 * AT_ONCE}); {GROUPS_PER_STEP} groups a "
-        "step and staleness 3 where nothing else is said. KiB grown: resident memory of the process from the first to "
-        "the last measured step, by groups trained on.\n\n"
-        f"Conditions: {under(told, 'CPU time, of this process alone')}\n"
-    )
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ["workers", "groups a step", "controller CPU-ms per group", "stand-ins' own", "groups/s", "ideal",
+              "of ideal", "KiB grown per group"]  # fmt: skip
+    return as_table(header, [
+        [
+            str(row["workers"]), str(row["groups_per_step"]), f"{row['controller_ms']:.2f}", f"{row['away_ms']:.2f}",
+            f"{row['groups_per_s']:.0f}", f"{row['ideal_groups_per_s']:.0f}",
+            f"{row['groups_per_s'] / row['ideal_groups_per_s']:.2f}", f"{row['resident_growth_bytes'] / 1024:.1f}",
+        ]
+        for row in rows
+    ])  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=0.2, help="of a group in a worker")
+    parser.add_argument("--most", type=int, default=256, help="workers of a run with as many groups a step")
     options = parser.parse_args()
-    told = conditions(ENGINE_PACKAGES)
-    idle = idle_ms_per_s(10.0)
-    rows, same_rate = scaling(options.workers, options.seconds), at_one_rate(options.workers)
-    others = uneven(options.seconds)
-    picture(rows, same_rate, RESULTS / "controller.png")
-    content = {"conditions": told, "rows": rows, "same_rate": same_rate, "others": others, "idle_ms_per_s": idle}
-    save("controller", content, report(rows, same_rate, others, idle, told))
+    told = conditions()
+    alike = [measure(count, options.seconds, max(4, min(16, 2 * count))) for count in options.workers]
+    same_rate = [measure(count, count * AT_ONCE / RATE, 32) for count in options.workers]
+    many = measure(options.most, 5 * options.seconds, 16, groups_per_step=options.most)
+    text = (
+        f"# The controller, {options.workers[0]} to {options.most} workers on no model\n\n"
+        f"Workers with groups of {options.seconds:g} s, and many with groups of {5 * options.seconds:g} s:\n\n"
+        f"{table([*alike, many])}\n\nThe same at one rate, {RATE:.0f} groups/s from all workers:\n\n"
+        f"{table(same_rate)}\n\nA worker runs {AT_ONCE} groups at a time; staleness {STALENESS}. KiB grown: resident "
+        "memory of the process from the first to the last measured step, by groups trained on.\n\n"
+        f"Conditions: {under(told, 'CPU time, of this process alone')}"
+    )
+    save("controller", {"conditions": told, "rows": alike, "same_rate": same_rate, "many": many}, text)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,19 @@
     benchmarks.system.system_vs_trl)
 
 TRL generates with Hugging Face's generate, since its own vLLM route is made for GPUs, with as many threads as the
-machine has cores; with --engine vllm by benchmarks.system.trl_vllm, which does that route's work here. It is left as it
-comes but for logging and saving, which are off, and for the learning rate of each step, which follows gleaner's
-schedule. Held-out problems are answered greedily by HF generate, in one batch, and scored by the same reward function.
+machine has cores; with --engine vllm by BareVllm, which does that route's work here. It is left as it comes but for
+logging and saving, which are off, and for the learning rate of each step, which follows gleaner's schedule. Held-out
+problems are answered greedily by HF generate, in one batch, and scored by the same reward function.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.common import parser_of
 from learner.config import RunConfig
 from learner.config import load as config_io
 from learner.config.settings import rate_factor
@@ -41,6 +41,8 @@ from rollout.data import problems
 from rollout.data.chat import Chat
 from rollout.schema import Problem
 from rollout.vllm.environment import required_env
+
+MOST_BATCHED = 8192  # tokens of a prefill
 
 
 class Scorer:
@@ -171,6 +173,73 @@ class Watch(TrainerCallback):
                 self.accuracy.append((state.global_step, self._evaluate(model)))
 
 
+class BareVllm:
+    """A `rollout_func`: vLLM as the engine of GRPOTrainer, the way that TRL takes on a card where both share it.
+
+    One engine in the trainer's process, on all cores while the trainer waits. Before the first batch of a step the
+    adapter is merged into the weights and all of them are loaded into the engine, as TRL's own VLLMGeneration does.
+    Prefix caching is on, so that the completions of a group share their prompt. expected: text of a prompt -> its token
+    ids, by gleaner's chat template.
+    """
+
+    def __init__(self, config: RunConfig, expected: Mapping[str, list[int]]) -> None:
+        # The environment of an engine must be there before vLLM is imported; the threads are the trainer's, all cores.
+        os.environ |= required_env(cuda=False) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        from vllm import LLM, SamplingParams
+
+        rollout = config.rollout
+        self._expected, self._generations, self._step = expected, rollout.num_generations, -1
+        self._sampling = SamplingParams(
+            n=rollout.num_generations, max_tokens=rollout.max_completion_length, temperature=rollout.temperature,
+            logprobs=0, detokenize=False,
+        )  # fmt: skip
+        assert isinstance(rollout.kv_cache, int)
+        self._llm = LLM(
+            model=config.model.path, dtype=config.model.dtype, seed=config.seed,
+            max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
+            max_num_seqs=config.learner.groups_per_step * rollout.num_generations,
+            max_num_batched_tokens=MOST_BATCHED, kv_cache_memory_bytes=rollout.kv_cache, enable_prefix_caching=True,
+            enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True,
+        )  # fmt: skip
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        if trainer.state.global_step != self._step:
+            self._load(trainer)
+            self._step = trainer.state.global_step
+        from vllm import TokensPrompt
+
+        ids = [self._expected[json.dumps(prompt)] for prompt in prompts]
+        unique = ids[:: self._generations]
+        if any(one != unique[index // self._generations] for index, one in enumerate(ids)):
+            raise RuntimeError("the completions of a group do not lie side by side")
+        done = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=one) for one in unique], self._sampling, use_tqdm=False
+        )
+        sampled = [completion for request in done for completion in request.outputs]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [list(one.token_ids) for one in sampled],
+            "logprobs": [[next(iter(token.values())).logprob for token in one.logprobs or []] for one in sampled],
+        }
+
+    def _load(self, trainer: Any) -> None:
+        """The merged weights of the policy, under the names of the model's own checkpoint."""
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        policy.merge_adapter()
+        weights = [
+            (name.removeprefix("base_model.model.").replace(".base_layer", ""), parameter.data)
+            for name, parameter in policy.named_parameters()
+            if "lora_" not in name
+        ]
+
+        def load(worker: Any) -> None:
+            worker.model_runner.reload_weights(weights_iterator=iter(weights), is_checkpoint_format=True)
+
+        self._llm.llm_engine.collective_rpc(load)
+        policy.unmerge_adapter()
+        self._llm.reset_prefix_cache()
+
+
 def heldout_score(config: RunConfig, chat: Chat, heldout: Sequence[Problem]) -> Callable[[Any], float]:
     """model -> mean of the accuracy reward function over greedy completions, as learner.driver.evaluate does it."""
     name = accuracy_reward(config.rewards, config.data.eval.reward)
@@ -206,33 +275,17 @@ def arguments(config: RunConfig, folder: str, micro_batch: int) -> GRPOConfig:
     learner, rollout = config.learner, config.rollout
     samples = learner.groups_per_step * rollout.num_generations
     return GRPOConfig(
-        output_dir=folder,
-        seed=config.seed,
-        max_steps=config.num_steps,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=samples // micro_batch,
-        num_generations=rollout.num_generations,
-        max_completion_length=rollout.max_completion_length,
-        temperature=rollout.temperature,
-        shuffle_dataset=False,
-        loss_type=learner.loss.kind,
-        scale_rewards=learner.loss.advantage,
-        reward_weights=[reward.weight for reward in config.rewards],
-        beta=learner.loss.beta,
-        learning_rate=learner.learning_rate,
-        adam_beta1=learner.optimizer.betas[0],
-        adam_beta2=learner.optimizer.betas[1],
-        weight_decay=learner.optimizer.weight_decay,
-        max_grad_norm=learner.optimizer.max_grad_norm,
-        model_init_kwargs={"dtype": config.model.dtype},
-        bf16=config.model.dtype == "bfloat16",
-        gradient_checkpointing=False,
-        use_cpu=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
+        output_dir=folder, seed=config.seed, max_steps=config.num_steps, per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=samples // micro_batch, num_generations=rollout.num_generations,
+        max_completion_length=rollout.max_completion_length, temperature=rollout.temperature, shuffle_dataset=False,
+        loss_type=learner.loss.kind, scale_rewards=learner.loss.advantage, beta=learner.loss.beta,
+        reward_weights=[reward.weight for reward in config.rewards], learning_rate=learner.learning_rate,
+        adam_beta1=learner.optimizer.betas[0], adam_beta2=learner.optimizer.betas[1],
+        weight_decay=learner.optimizer.weight_decay, max_grad_norm=learner.optimizer.max_grad_norm,
+        model_init_kwargs={"dtype": config.model.dtype}, bf16=config.model.dtype == "bfloat16",
+        gradient_checkpointing=False, use_cpu=True, logging_strategy="no", save_strategy="no", report_to=[],
         disable_tqdm=True,
-    )
+    )  # fmt: skip
 
 
 def run(config: RunConfig, micro_batch: int, engine: str) -> dict[str, Any]:
@@ -255,7 +308,7 @@ def run(config: RunConfig, micro_batch: int, engine: str) -> dict[str, Any]:
             processing_class=PreTrainedTokenizerFast.from_pretrained(config.model.path),
             peft_config=LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=lora.targets, task_type="CAUSAL_LM"),
             callbacks=[watch],
-            rollout_func=_vllm(config, expected) if engine == "vllm" else None,
+            rollout_func=BareVllm(config, expected) if engine == "vllm" else None,
         )
         trainer.clock, trainer.config = clock, config
         trainer.expected = expected
@@ -264,17 +317,8 @@ def run(config: RunConfig, micro_batch: int, engine: str) -> dict[str, Any]:
     return told | {"accuracy": watch.accuracy, "began_at": watch.began_at, "threads": torch.get_num_threads()}
 
 
-def _vllm(config: RunConfig, expected: dict[str, list[int]]) -> Any:
-    """The environment of an engine must be there before vLLM is imported; the threads are the trainer's, all cores."""
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    os.environ |= required_env(cuda=False) | threads
-    from benchmarks.system.trl_vllm import BareVllm
-
-    return BareVllm(config, expected)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", help="YAML of gleaner")
     parser.add_argument("out", type=Path, help="JSON to write")
     parser.add_argument("--micro-batch", type=int, default=16, help="completions; must divide those of a step")

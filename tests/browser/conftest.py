@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.browser import browser, missing
+from benchmarks.report import browser, missing
 
 collect_ignore_glob = [] if find_spec("selenium") else ["test_*.py"]
 SECONDS = 20

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.processes import marked
+from benchmarks.common import marked
 
 REWARD = '''
 def vowels(prompts, completions, **columns):

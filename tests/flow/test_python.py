@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import marked
+from benchmarks.common import marked
 from tests.flow.run import environment, wait_until
 from tests.test_readme import ROOT, blocks
 

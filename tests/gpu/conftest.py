@@ -27,7 +27,7 @@ def options(request: pytest.FixtureRequest) -> argparse.Namespace:
     import torch  # here: slow to import
 
     from benchmarks.gpu import smoke
-    from benchmarks.gpu.command_line import options_of
+    from benchmarks.gpu.rows import options_of
 
     device = request.config.getoption("--device", "cuda")
     if device == "cuda" and not torch.cuda.is_available():

@@ -23,7 +23,7 @@ def test_on_a_card(row: str, run_row: Callable[[str], dict[str, Any]], options: 
 
 def test_every_row_of_the_benchmark_is_a_test() -> None:
     from benchmarks.gpu import smoke
-    from benchmarks.gpu.command_line import options_of
+    from benchmarks.gpu.rows import options_of
 
     options = options_of(None, smoke.MINUTES, ["--device", "cpu", "--tiny"])
     assert tuple(row.name.removeprefix("smoke-") for row in smoke.rows(options)) == ROWS

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.system.emulated_nodes import EmulatedNodes
-from benchmarks.system.lost_node import AFTER, BEFORE, NAMES, Run, lost
-from benchmarks.system.run_folder import counted
+from benchmarks.system.lost_node import AFTER, BEFORE, NAMES, EmulatedNodes, Run, lost
+from benchmarks.system.system_run import counted
 
 pytestmark = pytest.mark.skipif("NODES" not in os.environ, reason="two minutes; make test-nodes runs it")
 

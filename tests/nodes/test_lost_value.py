@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from benchmarks.engine.fan_out import Receiver, Sender
-from benchmarks.system.emulated_nodes import EmulatedNodes
+from benchmarks.engine.push import Receiver, Sender
+from benchmarks.system.lost_node import EmulatedNodes
 from cluster.actor import ActorDied, ValueLost
 from cluster.placement import Role
 from cluster.ray_cluster import connect

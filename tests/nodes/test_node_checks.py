@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.system.emulated_nodes import EmulatedNodes
+from benchmarks.system.lost_node import EmulatedNodes
 
 pytestmark = pytest.mark.skipif("NODES" not in os.environ, reason="a minute; make test-nodes runs it")
 

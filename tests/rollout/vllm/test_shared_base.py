@@ -1,6 +1,5 @@
 """A learner on the base of a real vLLM: the same to the bit as on its own copy. Among the last of the folder's engines,
-see conftest.py. Of every family: benchmarks.engine.shared_base.
-"""
+see conftest.py. Of every family: benchmarks.learner.model_families --shared-base."""
 
 from __future__ import annotations
 
