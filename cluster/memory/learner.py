@@ -150,7 +150,7 @@ BLOCKS = (
     tuple(LINEAR)[:4],
     tuple(LINEAR)[4:],
 )  # attention, feed-forward: a block is sent whole (learner.model.policy)
-# On a CPU, as multiples of what is sent, by the growth of the resident sets (benchmarks.engine.whole_push). Learner:
+# On a CPU, as multiples of what is sent, by the growth of the resident sets (python -m benchmarks whole_push). Learner:
 # the file that generators read, with room for two policies, of which it maps one (1.0); through the object store its
 # own bytes and the store's pages of this push and of the one before, which is still held (3.4 with 75 MB). Generator
 # (1.4 and 1.9): its view, and vLLM's copies of the layer that it is loading.
