@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cluster.errors import WrongInput
 from rollout.data.tables import PACKED, CsvFile, Packed, Row, Table, csv_rows, json_rows
 
-__all__ = ["DATA", "EVAL", "Names", "Row", "WrongInput"]
+__all__ = ["DATA", "EVAL", "Names", "Row"]
 
 FORMATS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".tsv": "csv", ".ndjson": "json",

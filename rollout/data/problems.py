@@ -370,7 +370,7 @@ def check_fitting(sizes: Places, refused: Iterable[str], overlong: str, longest:
     )
 
 
-__all__ = ["Problems", "Renderer", "WrongInput", "load"]
+__all__ = ["Problems", "Renderer", "load"]
 
 
 class Problems:

@@ -202,7 +202,7 @@ def _suffix(name: str) -> str:
     return Path(name.removesuffix(packing_of(name))).suffix
 
 
-__all__ = ["GENERATED", "Row", "WrongInput", "first_rows", "is_made", "label", "other_seed", "read"]
+__all__ = ["GENERATED", "Row", "first_rows", "is_made", "label", "other_seed", "read"]
 
 
 GENERATED = "rg:"

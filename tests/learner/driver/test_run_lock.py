@@ -36,6 +36,7 @@ with lock_held(Path(sys.argv[1])):
 RACE = """
 import pathlib, sys
 from cluster import files
+from cluster.errors import WrongInput
 folder, inside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 for _ in range(200):
     try:

@@ -53,7 +53,7 @@ async def test_an_episode_asks_the_policy_and_gives_its_weighted_rewards(python:
 
 @pytest.mark.parametrize(
     ("task", "sentence"),
-    [(1, "^WrongInput: no such tool$"), (2, "its process ended with exit code 1: the server did not start")],
+    [(1, "^ToolError: no such tool$"), (2, "its process ended with exit code 1: the server did not start")],
 )
 async def test_what_fails_there_is_said_in_its_words(python: str, tmp_path: Path, task: int, sentence: str) -> None:
     with pytest.raises(VerifiersFailed, match=sentence):

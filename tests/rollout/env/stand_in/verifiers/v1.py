@@ -35,7 +35,7 @@ class Env:
         first = self._ask(context, [5, 6, 7])
         print("a word of its own")
         if slot.how == "fails":
-            error = SimpleNamespace(type="WrongInput", message="no such tool")
+            error = SimpleNamespace(type="ToolError", message="no such tool")
             return SimpleNamespace(errors=[error], traces=[])
         if slot.how == "dies":
             sys.exit("the server did not start")
