@@ -68,7 +68,7 @@ async def run(prepared: Prepared) -> int:
             return 0
         for note in (prepared.budgets.note, *prepared.notes):
             progress.note(note)
-        progress.note("starting Ray, generators and learner (about 10 s on two cores)")
+        progress.note("starting Ray, generators and learner (about 15 s on two cores)")
         cpus = sum(role.cpus for role in roles(config))
         metered = PROMETHEUS in config.trackers
         stored = stored_bytes(config, prepared.budgets.policy_bytes)
