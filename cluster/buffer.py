@@ -11,7 +11,7 @@ Pace is a property of this pipe, so neither producers nor the consumer hold an `
     pass_over  the consumer learns nothing from those groups, and takes others in their place
 
 How many slots there are, what that has to do with staleness, what a slow or lost worker costs, and why nobody waits for
-ever: cluster.buffer.
+ever, is said where slots are counted (Admission).
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 """What every writer of files here needs: errors that say which file and what to do, digests, content that is on the
-disk, and an end of folders that others have filled or left.
+disk, an end of folders that others have filled or left, and the lock of a run folder, which has one writer.
 """
 
 import errno

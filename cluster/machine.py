@@ -1,4 +1,4 @@
-"""What this machine has beside its cards: main memory, shared memory, free disk, whether it is WSL2, and its name."""
+"""What this machine has: main and shared memory, disk, cards, installed packages, and the processes of a tree."""
 
 import os
 import shutil

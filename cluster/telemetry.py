@@ -22,7 +22,7 @@ from cluster.trackers import TRACKERS, Background, Sample, tracked
 # metrics.jsonl as it lies on the disk: which steps it has and where, known without reading what each line says.
 #
 # A long run's has hundreds of megabytes, and to parse them takes half a minute and gigabytes. The beginning of a line,
-# as cluster.telemetry writes it, says its step and its time; the rest is parsed for the steps that are asked for.
+# as Metrics writes it, says its step and its time; the rest is parsed for the steps that are asked for.
 
 MOST_STEP = 2**53  # beyond which a browser's numbers are no longer exact
 MOST_BAD = 100_000  # lines: a file with more is none of a run's

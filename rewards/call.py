@@ -330,7 +330,7 @@ def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: b
         returned = reward(**_arguments(reward, group, args, log, built_in=built_in))
         if isinstance(returned, Awaitable):
             return _Begun(returned, size, begin, log)
-        return _ended(_told(_call_read(returned, size), log), begin, awaited=False)
+        return _ended(_told(_verdict_of(returned, size), log), begin, awaited=False)
     except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
         return _ended(_raised(error, size), begin)
 
@@ -362,7 +362,7 @@ async def _cancel_others() -> None:
 async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
     try:
         async with within(timeout_s) as limit:
-            verdict = _call_read(await begun.answer, begun.size)
+            verdict = _verdict_of(await begun.answer, begun.size)
             return _ended(_told(verdict, begun.log), begun.begin, awaited=True)
     except BaseException as error:
         if limit.expired():
@@ -457,7 +457,7 @@ def _missing(names: Sequence[str], group: Group, settings: set[str]) -> str:
     return f"asks for {listed}, but the data has the columns {', '.join(sorted(group.columns)) or 'none'}"
 
 
-def _call_read(returned: Any, size: int) -> Verdict:
+def _verdict_of(returned: Any, size: int) -> Verdict:
     if callable(returned):
         return failed("error", size, FACTORY)
     values = _listed(returned, size)

@@ -209,7 +209,7 @@ class Packed(NamedTuple):
     """A function as a file."""
 
     name: str  # of the function, of letters that a metric and a path may have
-    digest: str  # of what it does (rewards.functions)
+    digest: str  # of what it does
     content: bytes
 
 

@@ -230,7 +230,7 @@ class RewardPool:
     """Worker processes that score groups. Made once; used from one event loop; closed at the end.
 
     A reward function that hangs, dies or eats memory costs its own group and a new process; groups that were asked for
-    in the same message (rewards.pool) are scored once more. What it starts itself is killed with it; only if the
+    in the same message are scored once more. What it starts itself is killed with it; only if the
     driver is killed (SIGKILL) may such grandchildren outlive it. These are resource limits, not a security boundary.
     """
 

@@ -10,7 +10,7 @@ Three checks, each of which finds what those before it let pass:
                 changes one bit is seen; of whole weights some columns of each matrix (rollout.weights).
     logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
                 (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says about its
-                tensors, logprobs that do not follow the learner's from version to version (rollout.delivery).
+                tensors, logprobs that do not follow the learner's from version to version.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _compare(gone: npt.NDArray[np.floating], way: npt.NDArray[np.float64], off: 
 
 
 # Most nats that learner and generator may differ by on the probe, by compute type. float32: at any token; 5e-5 is
-# measured. The others: rms without the token that differs most, which in 16 bits says nothing (rollout.delivery). Of
+# measured. The others: rms without the token that differs most, which in 16 bits says nothing. Of
 # 19,536 honest answers to the demo's probes in bfloat16 (adapters, merged and whole weights) that was 0.10 at most, and
 # 0.03 in the median; 568 of them differed by more than 0.5 at a token. float16: 0.006 at most; fp8 KV cache: 0.36. A
 # deeper model may differ by more.

@@ -5,11 +5,11 @@
 Lanes pull: a worker that is fast, or joined late, takes what there is. A group is made by one worker at a time. What
 the run waits for when a worker is slow or lost, and no longer than what: cluster.buffer.
 
-A worker that waits for its first policy (rollout.producer) has no lanes yet and holds no slot. But slots are
+A worker that waits for its first policy has no lanes yet and holds no slot. But slots are
 released when every producer has acknowledged the newest policy: while one loads, the others go on with the slots that
 max_staleness leaves them, then wait for it. One whose process is lost is not waited for, unless it is the last.
 
-A lost process (rollout.producer) loses only the groups it had in flight, and those of a policy that it was not
+A lost process loses only the groups it had in flight, and those of a policy that it was not
 proven to have; each is issued again by its position, at once.
 """
 

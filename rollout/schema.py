@@ -294,7 +294,7 @@ def _firsts(table: pa.Table) -> npt.NDArray[np.intp]:
     return np.flatnonzero(np.append(True, lasts(table)[:-1]))
 
 
-# What the generator knows of a group, in the columns of rollout.schema: everything but text and rewards.
+# What the generator knows of a group, in the columns above: everything but text and rewards.
 
 
 class Origin(NamedTuple):

@@ -1,4 +1,7 @@
-"""Who scores a worker's groups: reward functions beside it, or processes that all workers share."""
+"""Who scores a worker's groups: reward functions beside it, or processes that all workers share.
+
+What scorers and workers do side by side, and warnings that are logged once, are here, too.
+"""
 
 import asyncio
 import logging

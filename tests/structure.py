@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ def modules(root: Path, folder: str) -> dict[str, Module]:
         name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         found[name] = Module(file, ast.parse(text), text.count("\n"))
     return found
+
+
+def product_of(root: Path, packages: Sequence[str] = PACKAGES) -> dict[str, Module]:
+    """All modules of the packages."""
+    return {name: module for package in packages for name, module in modules(root, package).items()}
 
 
 def arrows(product: dict[str, Module]) -> set[tuple[str, str]]:
@@ -101,9 +106,8 @@ def walk(root: Path) -> tuple[int, int]:
     return len(numbered), beside.count(".py`")
 
 
-def counted(root: Path) -> dict[str, int]:
+def counted(root: Path, product: dict[str, Module]) -> dict[str, int]:
     """The rows of the table."""
-    product = {name: module for package in PACKAGES for name, module in modules(root, package).items()}
     pairs = arrows(product)
     driver = "learner.driver"
     names, raised = classes(product)
@@ -130,11 +134,10 @@ def counted(root: Path) -> dict[str, int]:
     }
 
 
-def long_files(root: Path) -> Iterator[str]:
-    for package in PACKAGES:
-        for module in modules(root, package).values():
-            if module.lines > LONG:
-                yield f"{module.path.relative_to(root)}: {module.lines} lines"
+def long_files(root: Path, product: dict[str, Module]) -> Iterator[str]:
+    for module in product.values():
+        if module.lines > LONG:
+            yield f"{module.path.relative_to(root)}: {module.lines} lines"
 
 
 def main() -> None:
@@ -148,7 +151,8 @@ def main() -> None:
                 root = Path(folder)
                 with tarfile.open(fileobj=io.BytesIO(archive)) as files:
                     files.extractall(root, filter="data")
-            columns[commit], long[commit] = counted(root), [*long_files(root)]
+            product = product_of(root)
+            columns[commit], long[commit] = counted(root, product), [*long_files(root, product)]
     table = Table("", *commits, "wanted")
     for row, wanted in WANTED.items():
         table.add_row(row, *(f"{columns[commit][row]:,}" for commit in commits), f"{wanted:,}")

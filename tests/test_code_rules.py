@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import arrows, modules
+from tests.structure import arrows, product_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("gleaner", "learner", "rollout", "rewards", "cluster")
@@ -114,7 +114,7 @@ def test_a_folder_holds_few_files() -> None:
 
 
 def test_what_only_one_module_uses_stands_in_it() -> None:
-    product = {name: module for package in PACKAGES for name, module in modules(ROOT, package).items()}
+    product = product_of(ROOT, PACKAGES)
     importers: dict[str, set[str]] = {}
     for one, other in arrows(product):
         importers.setdefault(other, set()).add(one)

@@ -35,6 +35,7 @@ from benchmarks.gpu.model import group, make_trainer, steps, utilisation
 from benchmarks.gpu.rows import Found, Missing, Row, conditions_of, measured, options_of
 from benchmarks.learner.learner_step import trl_trainer
 from benchmarks.learner.memory_tables import FIVE, GRPO_TABLE, LENGTHS
+from benchmarks.learner.memory_tables import METHODS as TABLE_METHODS
 from cluster.memory import learner as learner_memory
 from cluster.memory import shape as units
 from cluster.memory.learner import Learning, Micro
@@ -47,13 +48,13 @@ TINY = Shape("tiny", "llama", 64, 160, 2, 4, 2, 16, 512, tied=True)
 GROUPS = 4  # of a memory row's step, a micro-batch each, as in the published table
 COUNT = 8  # steps: the peak is that of one, and each row costs seconds of a lent card
 METHODS: dict[str, Learning] = {
-    "full": Learning(mode="full", checkpointing="none"),
-    "full-rounded": Learning(mode="full", optimizer="adamw_rounded", checkpointing="none"),
-    "full-8bit": Learning(mode="full", optimizer="adamw_8bit", checkpointing="none"),
-    "full-8bit-ckpt": Learning(mode="full", optimizer="adamw_8bit", checkpointing="full"),
-    "lora": Learning(checkpointing="none"),
-    "lora-auto": Learning(checkpointing="full"),  # what the planner chooses for the card takes the place of `full`
-    "qlora": Learning(base="nf4", checkpointing="full"),
+    "full": TABLE_METHODS["full, AdamW"],
+    "full-rounded": TABLE_METHODS["full, AdamW rounded"],
+    "full-8bit": TABLE_METHODS["full, 8-bit Adam"],
+    "full-8bit-ckpt": TABLE_METHODS["full, 8-bit Adam, all twice"],
+    "lora": TABLE_METHODS["LoRA"],
+    "lora-auto": TABLE_METHODS["LoRA, all twice"],  # what the planner chooses for the card takes the place of `full`
+    "qlora": TABLE_METHODS["QLoRA, all twice"],
 }
 ROWS_OF_PUBLISHED = dict(zip(("full-rounded", "full-8bit", "full-8bit-ckpt", "lora"), GRPO_TABLE.values(), strict=True))
 RAGGED = (786, 700, 512, 400, 256, 128, 64, 16)  # completions of a group

@@ -5,7 +5,7 @@ Letters: L layers; n adapter weights; b bytes per element of the base's type; N 
 hidden, V vocabulary.
 
 What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what each layer
-keeps and a maximum over the places where it can be highest; cluster.memory.learner lists what they are made of.
+keeps and a maximum over the places where it can be highest; the functions below list what they are made of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -181,7 +181,7 @@ def merging_bytes(shape: Shape) -> int:
     return 4 * max(i * o for i, o in map(shape.linear, LINEAR))
 
 
-# What a learner holds between two steps, in bytes, by part. Letters: as in cluster.memory.learner.
+# What a learner holds between two steps, in bytes, by part.
 
 
 def learner_static(shape: Shape, learning: Learning) -> Parts:
@@ -192,7 +192,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
       each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
       optimizers round (see learner.trainer.optimizer). PPO's value: the same again of its own n and of a
       float32 head of h.
-      In shards (memory.base: sharded) 4 n masters, n being this rank's (cluster.memory.learner).
+      In shards (memory.base: sharded) 4 n masters, n being this rank's.
     gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.optimizer) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.

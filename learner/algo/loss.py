@@ -234,7 +234,7 @@ def token_loss(
         version: the policy version that the batch began with.
         proximal: logprobs of that version, if the batch is split into several updates; None: `logprobs`
             are its own, and the ratio is to the sampler.
-        learned: which tokens the objective has (learner.algo.loss); None: all. The KL has all of them, and
+        learned: which tokens the objective has; None: all. The KL has all of them, and
             coefficients stay as they are.
 
     Returns:

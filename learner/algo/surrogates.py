@@ -1,7 +1,7 @@
 """The surrogate objectives that learner.loss.ratio names: how the importance ratio of a token is bounded.
 
 A variant is a function below and a row of SURROGATES; nothing else names it. From that table come the values that
-learner.loss.ratio may have, its settings and their defaults (learner.algo.surrogates), --help and docs/losses.md.
+learner.loss.ratio may have, its settings and their defaults, --help and docs/losses.md.
 
 A function gets Tokens and its settings by name, and returns of each of the N tokens
     [N] its objective, which autograd differentiates by the logprobs, and

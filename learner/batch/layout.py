@@ -147,8 +147,7 @@ class Layout:
         return made
 
     def tiles(self, size: int, width: int) -> tuple[list[Tile], list[TileBatch]]:
-        """The queries of each segment, `size` at a time: those that are computed alone, and the others in batches
-        (learner.batch.layout)."""
+        """The queries of each segment, `size` at a time: those that are computed alone, and the others in batches."""
         key = "tiles", size, width
         if key not in self._made:
             tiles = [

@@ -2,7 +2,7 @@
 
 Packed, a micro-batch is one row without padding, in which the completions of a group share one prompt (see
 learner.model.attention). Padded, it is a row per completion: for models that cannot attend to a packed row.
-Letters: those of learner.batch.micro_batch, and B rows of a micro-batch, L its length, C completions and N their tokens
+Letters: B rows of a micro-batch, L its length, C completions and N their tokens
 in it.
 """
 
@@ -263,13 +263,13 @@ def micro_batches(
         advantages: [M] of each token.
         coefficients, trained: [R], the second a mask.
         token_budget: most tokens B * L of a micro-batch, padding included; a longer completion goes alone.
-        fine: divided for several ranks, into micro-batches of at least so many tokens (learner.batch.micro_batch).
+        fine: divided for several ranks, into micro-batches of at least so many tokens.
     """
     chosen = np.flatnonzero(trained & (rows.counts > 0))
     if fine is not None:
         token_budget = fine_budget(_sizes(rows, chosen, packed=packed), token_budget, fine)
     if packed:
-        bins = _bins(_micro_batch_parts(rows, chosen, token_budget), token_budget)
+        bins = _bins(_parts_of_rows(rows, chosen, token_budget), token_budget)
         return [
             _batch(rows, [row for part in parts for row in part.rows], advantages, coefficients, *_pack(rows, parts))
             for parts in bins
@@ -298,7 +298,7 @@ def _sizes(rows: Rows, chosen: npt.NDArray[np.int64], *, packed: bool) -> list[t
     return list(families.values())
 
 
-def _micro_batch_parts(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> list[_Part]:
+def _parts_of_rows(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> list[_Part]:
     """Completions by prompt, the longest first, each family whole if it fits the budget."""
     families: dict[bytes, list[int]] = {}
     for row in chosen[np.argsort(-rows.lengths[chosen], kind="stable")].tolist():
@@ -426,8 +426,7 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 # Micro-batches in which whole sequences are read, the last token of each completion included: for what is said of a
-# sequence, where the learner's own leave out the token that predicts nothing. Letters: those of
-# learner.batch.micro_batch.
+# sequence, where the learner's own leave out the token that predicts nothing.
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,17 +381,17 @@ def absolute(config: RunConfig) -> RunConfig:
     where these exist here, and with the commit that model.revision stands for; what does not exist is left for the
     check of that setting to say."""
     model = config.model.model_copy(
-        update={name: _absolute_paths_whole(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
+        update={name: _absolute_if_there(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
         | {"revision": _commit(config.model)}
     )
-    held_out = config.data.eval.model_copy(update={"path": _absolute_paths_whole(config.data.eval.path)})
-    data = config.data.model_copy(update={"path": _absolute_paths_whole(config.data.path), "eval": held_out})
+    held_out = config.data.eval.model_copy(update={"path": _absolute_if_there(config.data.eval.path)})
+    data = config.data.model_copy(update={"path": _absolute_if_there(config.data.path), "eval": held_out})
     rewards = [
         reward.model_copy(update={"use": _function(reward.use), "args": _arguments(reward)})
         for reward in config.rewards
     ]
     loss = config.learner.loss.model_copy(update={"ratio": _function(config.learner.loss.ratio)})
-    value = config.learner.value.model_copy(update={"start": _absolute_paths_whole(config.learner.value.start)})
+    value = config.learner.value.model_copy(update={"start": _absolute_if_there(config.learner.value.start)})
     learner = config.learner.model_copy(update={"loss": loss, "value": value})
     env = config.env if config.env.use is None else config.env.model_copy(update=_environment(config.env))
     return config.model_copy(update={"model": model, "data": data, "rewards": rewards, "learner": learner, "env": env})
@@ -413,7 +413,7 @@ def _environment(env: EnvConfig) -> dict[str, Any]:
     for name in args.keys() & {*NAMES.get(use, ())}:
         args[name] = _code(args[name])
     for name in args.keys() & {*PATHS.get(use, ())}:
-        args[name] = _absolute_paths_whole(args[name]) if isinstance(args[name], str) else args[name]
+        args[name] = _absolute_if_there(args[name]) if isinstance(args[name], str) else args[name]
     return {"use": _function(use), "args": args}
 
 
@@ -430,19 +430,19 @@ def _function(use: str) -> str:
     """`path/file.py:function`, or of a pickled one, and `adapter:folder` with the whole path; any other name as it
     is."""
     if use.startswith(ADAPTER):
-        return f"{ADAPTER}{_absolute_paths_whole(use.removeprefix(ADAPTER))}"
+        return f"{ADAPTER}{_absolute_if_there(use.removeprefix(ADAPTER))}"
     file, colon, function = use.rpartition(":")
-    return f"{_absolute_paths_whole(file)}{colon}{function}" if file.endswith((".py", SUFFIX)) else use
+    return f"{_absolute_if_there(file)}{colon}{function}" if file.endswith((".py", SUFFIX)) else use
 
 
 def _arguments(reward: RewardConfig) -> dict[str, Any]:
     """Those that name the model of a built-in function, with its whole path."""
     if classifier_of(reward) is None:
         return reward.args
-    return {**reward.args, "model": _absolute_paths_whole(classifier_of(reward))}
+    return {**reward.args, "model": _absolute_if_there(classifier_of(reward))}
 
 
-def _absolute_paths_whole(text: str | None) -> str | None:
+def _absolute_if_there(text: str | None) -> str | None:
     try:
         path = Path(text).expanduser() if text is not None else None
         if path is None or not path.exists():

@@ -1,4 +1,6 @@
-"""Held-out score: greedy completions of held-out problems, through the workers and reward functions of the training."""
+"""What scores completions outside the reward processes: greedy ones of held-out problems, through the workers and
+reward functions of the training, and reward models on the policy's base.
+"""
 
 import asyncio
 import math
@@ -300,7 +302,7 @@ class RewardModels:
 
 
 def check_scored_adapters(config: RunConfig) -> None:
-    """Reward models, and the one that a value starts from. Raises WrongInput or WrongInput: one is not of the base,
+    """Reward models, and the one that a value starts from. Raises WrongInput: one is not of the base,
     has no scalar head, or is damaged."""
     named = [(f"rewards: {model.name}", str(model.adapter)) for model in adapters_of(config.rewards)]
     if config.learner.value.start is not None:

@@ -1,4 +1,4 @@
-"""What is said of a run that failed: one sentence, last, where the eye is; and the exit code."""
+"""How a run fails: what is wrong with its inputs, a learner that is lost, and what is said last, with the exit code."""
 
 import asyncio
 import traceback

@@ -1,4 +1,7 @@
-"""Checks that need torch or vLLM, each in a process of its own with a deadline: --dry-run itself loads neither."""
+"""What a start checks of a model, its chat template, an environment and the user's functions, before anything loads.
+
+What needs torch or vLLM is tried in a process of its own with a deadline: --dry-run itself loads neither.
+"""
 
 import asyncio
 import json
@@ -110,7 +113,7 @@ MARK = "said{}x"  # letters and digits, of which none is the beginning of anothe
 
 
 def check_data_prompts(config: RunConfig, chat: Chat, prompts: Iterable[Prompt]) -> None:
-    """Those of the data. An environment may begin with others, which learner.driver.input_checks tries."""
+    """Those of the data. An environment may begin with others, which `check_environment` tries."""
     if config.env.use is None:
         check_prompts(chat, config.model.path, prompts)
 

@@ -1,6 +1,6 @@
 """A whole run in one process: the real Loop, producers, Buffer and policy slot, between whatever objects are given.
 
-With rollout.fakes and learner.driver.local it needs no model and no Ray, and takes less than a second: for
+With rollout.fakes and the FakeTrainer below it needs no model and no Ray, and takes less than a second: for
 logic tests, for the benchmark of the controller, and for trying a change of the data flow.
 """
 
@@ -108,7 +108,7 @@ def local_run(
     return LocalRun(loop, pipes, sinks, trainer)
 
 
-# A trainer that learns nothing: its policy is the fake engine's of the same version. For learner.driver.local.
+# A trainer that learns nothing: its policy is the fake engine's of the same version.
 
 VERSION_FILE = "adapter_model.safetensors"  # what is published must have the name that users load
 

@@ -65,7 +65,7 @@ MUST_FIT = ("asleep", "offloaded", "paged", "policy", "passing")
 
 
 def check_placement(config: RunConfig, assumed: Cards | None) -> None:
-    """Room and cards for every role. Raises WrongInput or WrongInput; a cluster that is joined is asked once we
+    """Room and cards for every role. Raises WrongInput; a cluster that is joined is asked once we
     are connected to it."""
     cpus = sum(role.cpus for role in roles(config))
     if assumed is not None:

@@ -241,16 +241,16 @@ def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
     model, lora = config.model, config.learner.mode == "lora"
     reference = lora and (model.adapter is not None or model.reference is not None)
     own = config.learner.lora.rank
-    return (*([own] if reference else []), *(_rank(one.adapter, own) for one in adapters_of(config.rewards)))
+    return (*([own] if reference else []), *(_adapter_rank(one.adapter, own) for one in adapters_of(config.rewards)))
 
 
 def _value_rank(config: RunConfig) -> int:
     """Of PPO's value."""
     learner = config.learner
-    return 0 if learner.algorithm == "grpo" else _rank(learner.value.start, learner.lora.rank)
+    return 0 if learner.algorithm == "grpo" else _adapter_rank(learner.value.start, learner.lora.rank)
 
 
-def _rank(folder: str | None, own: int) -> int:
+def _adapter_rank(folder: str | None, own: int) -> int:
     """Of the adapter with a scalar head in the folder, if that can be read (learner.driver.preflight says what is wrong
     with it); otherwise the policy's own."""
     try:
@@ -344,7 +344,7 @@ def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | 
         if best is not None and count <= best[0].sequences:  # no fewer sequences find more room
             break
         found = plan(shape, device, workload(config, count), wish)
-        if isinstance(found, Plan) and (best is None or _memory_budget_rank(found) > _memory_budget_rank(best[0])):
+        if isinstance(found, Plan) and (best is None or _preference(found) > _preference(best[0])):
             best = found, count
     if best is None:
         assert isinstance(found, Misfit)
@@ -352,7 +352,7 @@ def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | 
     return best
 
 
-def _memory_budget_rank(found: Plan) -> tuple[int, int, int]:
+def _preference(found: Plan) -> tuple[int, int, int]:
     """Sequences that find room; then activations that are kept, and not computed twice; then tokens at once."""
     return found.sequences, found.learner["activations"], found.token_budget
 

@@ -128,7 +128,7 @@ def setting_notes(config: RunConfig, model: Mapping[str, Any], row: Mapping[str,
 
 
 # What is told of a run's inputs within a second or two: all that needs neither the model's weights nor its tokenizer,
-# nor more of the data than its first rows. The rest, which takes many times as long, is learner.driver.preflight's.
+# nor more of the data than its first rows. The rest, which takes many times as long, is done by `prepare_rest`.
 
 # What a run writes in its folder.
 FILES = (

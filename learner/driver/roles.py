@@ -1,4 +1,5 @@
-"""The processes of a run: what each role is built from, and the order in which they start."""
+"""The processes of a run: what each role is built from, the order in which they start, and what their nodes must
+have."""
 
 from __future__ import annotations
 

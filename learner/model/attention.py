@@ -7,7 +7,7 @@ is exact: that of the prefix's keys and values sums over the completions (Prefix
 It reaches a model through transformers' AttentionInterface, under two names, and no model is patched:
     gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16
     bit
-    gleaner_segments  everywhere else: on a CPU tiles of queries (learner.model.attention); on a card, and where
+    gleaner_segments  everywhere else: on a CPU tiles of queries; on a card, and where
                       a window or a cap limits what is seen, scaled_dot_product_attention per block of segments
 No mask function is registered beside them: transformers then makes no mask, and does not search the positions for
 packed rows, which would wait for the device. learner.model.packing_check proves at start-up that a model honours all
@@ -32,7 +32,7 @@ from learner.batch.layout import Block, Layout, Tile, TileBatch, block_mask
 
 # What attention over a packed row computes at once: a tile of queries, or several small ones padded to one shape.
 #
-# Letters as in learner.model.attention, and P: K for one tile, B K for several.
+# Letters as above, and P: K for one tile, B K for several.
 
 
 class Row:

@@ -1,7 +1,7 @@
 """Which parts of a model are computed by operations of ours instead of transformers' and PEFT's: found by trying.
 
-Everywhere LoRA layers (learner.model.lora) and norms (learner.model.fusion); on a card also the MLPs and the
-rotary embedding (learner.model.fusion), which are tried here, on small tensors on the CPU.
+Everywhere LoRA layers (learner.model.lora) and norms; on a card also the MLPs and the
+rotary embedding, which are tried here, on small tensors on the CPU.
 
 An MLP is one whose forward pass is down(silu(gate(x)) * up(x)), tried with small layers in the place of its own. The
 rotary embedding is a function that an attention's forward pass in transformers calls by its global name; the model gets
@@ -29,7 +29,7 @@ from learner.model.lora import fuse as fuse_lora
 #     rotate    x cos + (-x_2, x_1) sin of queries and keys, whose tensors it overwrites, and so does its gradient
 #
 # Operators, because tensors without content must pass them, too (learner.tools.meta_run), each as the one kernel it is.
-# Both are the formulas of transformers' Llama; learner.model.fusion finds the models that follow them.
+# Both are the formulas of transformers' Llama; `fuse` finds the models that follow them.
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Hidden states -> logprobs of given tokens and entropy, without ever holding a [tokens, vocab] tensor.
 
 Letters: N tokens, V vocabulary, H hidden size. r = h W^T, z = f(r) / T are the logits at temperature T, with the f that
-the model applies to its output embedding's products (learner.model.logprob; mostly f(r) = r), p = softmax(z).
+the model applies to its output embedding's products (mostly f(r) = r), p = softmax(z).
 
 Under LoRA the head W is frozen and the loss reaches h only through one number per token, so that
     d logp[n] / d h[n] = (f'(r[n, y]) W[y] - sum_v p[n, v] f'(r[n, v]) W[v]) / T =: e[n]
@@ -65,7 +65,7 @@ def logits_of(config: Any) -> Logits:
     return Logits(scale, float(caps[0]) if caps else None)
 
 
-# The output embedding in its operations (learner.model.logprob), whole on one rank or in shards over several.
+# The output embedding in its operations, whole on one rank or in shards over several.
 
 P = ParamSpec("P")
 T = TypeVar("T")

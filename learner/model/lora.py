@@ -140,7 +140,7 @@ def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
 # LoRA layers in 16 bits on a CPU that has no instructions for products of 16 bits: multiplied in float32.
 #
 # There torch emulates them, at a fifth of the speed of float32 (Intel Ice Lake, one core: 31 and 157 GFLOP/s). The
-# mathematics are those of learner.model.lora, and what is given has 16 bits as there. h is not kept but computed
+# mathematics are those above, and what is given has 16 bits as there. h is not kept but computed
 # again. Rows are widened a tile at a time, and weights a layer at a time, so that little lies in float32.
 
 WIDENED_TILE = 1024  # rows
@@ -156,10 +156,10 @@ def slow_in(dtype: torch.dtype) -> bool:
 
 def widened_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
     """[..., out] of each layer, from x [..., in], in x's type; differentiable once, in x and in every a and b."""
-    return applied(_WidenedLoraLinear, x, layers)
+    return applied(_WidenedLinear, x, layers)
 
 
-class _WidenedLoraLinear(torch.autograd.Function):
+class _WidenedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rest: list[tuple[float, Any]], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *tensors)
@@ -215,7 +215,7 @@ def _tiles(x: Tensor) -> tuple[Tensor, ...]:
     return torch.split(x.reshape(-1, x.shape[-1]), WIDENED_TILE)
 
 
-# Which of PEFT's LoRA layers are computed by learner.model.lora or widened_lora, and which of them together.
+# Which of PEFT's LoRA layers are computed as one operation, or in float32, and which of them together.
 #
 # Layers of one module that read the same tensor are a group (q, k and v of an attention block; gate and up of an MLP),
 # found by watching one pass, not by their names. The first that is called computes for all, and the others hand out

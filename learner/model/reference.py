@@ -121,7 +121,7 @@ def _narrowed(module: nn.Module, weight: Tensor, values: Tensor) -> _Narrow:
 # The reference of a model that is trained as a whole in shards (memory.base: sharded): a second model, frozen, whose
 # shards have model.dtype, in the place of the first for a pass without gradient.
 #
-# Not the first with other weights, as learner.model.reference has it: what FSDP2 gathers from is the float32 memory
+# Not the first with other weights, as where a model is whole: what FSDP2 gathers from is the float32 memory
 # that the optimizer updates, so there the second set would be float32 as well, and be copied in and out for each step.
 
 

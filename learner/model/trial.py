@@ -126,7 +126,7 @@ def wrong_with_mapping(config: RunConfig) -> list[str]:
     try:
         stored = model_weights(config.model.source)
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
-    except (WrongInput, ValueError, OSError):  # said by learner.driver.input_checks and wrong_with
+    except (ValueError, OSError):  # said by learner.driver.input_checks and wrong_with
         return []
     if stored is None:  # not in this machine's cache
         return []

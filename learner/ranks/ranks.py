@@ -270,7 +270,7 @@ async def _is_there(rank: Rank) -> bool:
 class Ranks:
     """An Actor. What changes the learner's state reaches every rank; what only reads it is asked of rank 0.
 
-    A rank that is lost is replaced (learner.ranks.ranks), and what was asked of it is asked again: the step that was
+    A rank that is lost is replaced, and what was asked of it is asked again: the step that was
     under way, from where it began, to the same bits.
 
     sharded: the base is divided among them (learner.ranks.rank), so that all are asked for any pass.

@@ -311,7 +311,7 @@ def run(asked: RewardModelRequest) -> int:
         check_model(asked.model, "--model")
         train, held_out = _data(asked)
         _train(asked, train, held_out)
-    except (WrongInput, ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if made and asked.out.is_dir() and not any(asked.out.iterdir()):
             asked.out.rmdir()
         told = str(error).splitlines() if isinstance(error, WrongInput) else [" ".join(str(error).split())]

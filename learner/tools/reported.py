@@ -6,10 +6,8 @@ from collections.abc import Callable
 from cluster.errors import WrongInput
 from learner.driver import failure
 
-Kinds = tuple[type[Exception], ...]
 
-
-def reported(work: Callable[[], None], failed: Kinds = ()) -> int:
+def reported(work: Callable[[], None], failed: tuple[type[Exception], ...] = ()) -> int:
     """Exit code: 0; 1 if the work failed on the way; 2 if something given is wrong. What is wrong is printed.
 
     failed: errors of this command alone whose text says it all; other failures are told with their story.

@@ -29,7 +29,7 @@ from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.weights import Source
 
 STATE_FILE = "trainer.pt"
-SHARDS = "shards"  # folder of a checkpoint of a model in shards (learner.trainer.state)
+SHARDS = "shards"  # folder of a checkpoint of a model in shards
 POLICY = ""  # no name of a role
 
 

@@ -80,7 +80,7 @@ def _family(package: ModuleType, task: str) -> str | None:
 # Scores of what a policy wrote where the scorer evaluates it, each in a forked child that confines itself.
 #
 # A fork costs milliseconds, where a fresh interpreter (rewards.code.process) would import sympy for each answer. What
-# is evaluated shares the interpreter of the scorer, so a caller lets no code through (rewards.built_in.reasoning_gym):
+# is evaluated shares the interpreter of the scorer, so the reward functions below let no code through:
 # the walls of cluster.confinement are the second line, and `gleaner doctor` says which of them stand on this kernel.
 
 SECONDS = 2  # of wall time, and of CPU time, that one call may take

@@ -68,7 +68,7 @@ async def unit_tests(
 ) -> list[float]:
     """1.0 if the completion's Python code passes all unit tests of its problem, else 0.0; with `share` their share.
 
-    The code is the last block that is fenced as Python (rewards.built_in.unit_tests); if there is none the last fenced
+    The code is the last block that is fenced as Python; if there is none the last fenced
     without a language, else the whole text. Code that raises, is late, ends its process or takes too much memory passes
     no test, and costs no other completion anything. Tests run in another process than the code, with Python's own
     built-ins and modules, and of what the code returns they get the plain value: it does not know what is expected.

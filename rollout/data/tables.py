@@ -407,7 +407,7 @@ def _stripped(value_of: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _add(found: Packed, table: Any, asked: Any, kinds: _Kinds) -> bool:
     """Whether all rows of a table could be added, which hold no dates or others of the types that may be asked for."""
-    columns = _csv_rows_columns(table)
+    columns = _texts_by_column(table)
     if not all({*map(type, cells)} <= PLAIN for cells in columns.values()):
         return False
     for name, cells in columns.items():
@@ -418,7 +418,7 @@ def _add(found: Packed, table: Any, asked: Any, kinds: _Kinds) -> bool:
     return True
 
 
-def _csv_rows_columns(table: Any) -> dict[str, list[Any]]:
+def _texts_by_column(table: Any) -> dict[str, list[Any]]:
     columns = {}
     for name in table.columns:
         column = table[name].astype(object)
@@ -430,7 +430,7 @@ def _as_they_are(files: Sequence[CsvFile], args: Mapping[str, Any]) -> list[Row]
     """Rows of other types, in memory."""
     kinds, rows, asked = _Kinds(), list[Row](), args.get("dtype", {})
     for table in (table for one in files for table in _tables(one, one.separated(args))):
-        columns = _csv_rows_columns(table)
+        columns = _texts_by_column(table)
         for name, cells in columns.items():
             if isinstance(asked, Mapping) and name not in asked and all(isinstance(c, str | None) for c in cells):
                 kinds.see(name, cells)

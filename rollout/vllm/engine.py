@@ -1,4 +1,4 @@
-"""vLLM as an Engine: one LLMEngine in this process, owned by one thread (rollout.vllm.engine)."""
+"""vLLM as an Engine: one LLMEngine in this process, owned by one thread."""
 
 from __future__ import annotations
 

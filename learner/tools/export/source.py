@@ -90,7 +90,7 @@ def find(run: Path, step: int | None, model: str | None = None) -> Source:
         config = RunConfig.model_validate_json(read_text(folder / "config.json"))
         inputs = Fingerprints.read(folder / FILE)
         evaluations = [Evaluation(**dict(one)) for one in checkpoint.read_state(folder).evaluations]
-    except (ValidationError, OSError, ValueError, WrongInput) as error:
+    except (OSError, ValueError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise WrongInput(
             f"RUN: {folder} was made by another version of gleaner, of which this one cannot read all ({first}); "

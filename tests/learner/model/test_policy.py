@@ -304,9 +304,7 @@ def test_auto_without_a_plan() -> None:
 ATTENTION = {f"{name}_proj.weight" for name in "qkvo"} | {f"{name}_proj.bias" for name in "qkv"}  # of a Qwen2
 
 
-def lora_merge_make_policy(
-    path: Path, dtype: Any, targets: Any = "all-linear", roles: Sequence[ScoredRole] = ()
-) -> Policy:
+def make_merged_policy(path: Path, dtype: Any, targets: Any = "all-linear", roles: Sequence[ScoredRole] = ()) -> Policy:
     """With an adapter that is far from zero."""
     policy = Policy(
         ModelConfig(path=str(path), dtype=dtype),
@@ -330,7 +328,7 @@ def sent(policy: Policy) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-6), ("bfloat16", 2**-8)])
 def test_it_is_pefts_merge_and_the_base_stays(tmp_path: Path, dtype: Any, rounding: float) -> None:
-    policy = lora_merge_make_policy(make_tiny_model(tmp_path), dtype)
+    policy = make_merged_policy(make_tiny_model(tmp_path), dtype)
     before = {name: weight.clone() for name, weight in policy._lm.state_dict().items()}
     for _ in range(3):  # nothing creeps into the base
         found = sent(policy)
@@ -350,7 +348,7 @@ def test_it_is_pefts_merge_and_the_base_stays(tmp_path: Path, dtype: Any, roundi
 
 
 def test_a_block_of_layers_is_sent_whole_and_the_others_not_at_all(tmp_path: Path) -> None:
-    policy = lora_merge_make_policy(make_tiny_model(tmp_path), "float32", ["q_proj", "v_proj"])
+    policy = make_merged_policy(make_tiny_model(tmp_path), "float32", ["q_proj", "v_proj"])
     found = sent(policy)
     assert found.keys() == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ATTENTION}
     own = policy._lm.state_dict()
@@ -361,12 +359,12 @@ def test_layers_that_another_role_alone_adapts_are_not_sent(tmp_path: Path) -> N
     path = make_tiny_model(tmp_path / "model")
     folder = written_value(str(path), tmp_path / "value", ["down_proj"])
     value = ScoredRole("value", folder, trained=True, key="learner.value.start")
-    found = sent(lora_merge_make_policy(path, "float32", ["q_proj"], [value]))
+    found = sent(make_merged_policy(path, "float32", ["q_proj"], [value]))
     assert found.keys() == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ATTENTION}
 
 
 def test_one_matrix_at_a_time_is_held_beside_the_bytes(tmp_path: Path) -> None:
-    policy = lora_merge_make_policy(make_tiny_model(tmp_path, layers=4), "bfloat16")
+    policy = make_merged_policy(make_tiny_model(tmp_path, layers=4), "bfloat16")
     width_in, width_out = 64, 3 * 64
     one = 4 * width_in * width_out + 4 * 8 * (width_in + width_out)  # the matrix, B and A in float32
     sent = []

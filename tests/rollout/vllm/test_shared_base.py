@@ -251,16 +251,16 @@ def in_bfloat16(path: Path) -> Path:
     return path
 
 
-def shared_base_nf4_start(path: Path) -> tuple[VllmEngine, Manifest]:
+def start_in_4_bits(path: Path) -> tuple[VllmEngine, Manifest]:
     engine = VllmEngine(settings(path, dtype="bfloat16", base="nf4", shares_base=True))
     return engine, run(engine.share_base())
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "phi3"])
-def test_logprobs_and_gradients_are_those_of_an_own_copy_shared_base_nf4(family: str, tmp_path: Path) -> None:
+def test_logprobs_and_gradients_in_4_bits_are_those_of_an_own_copy(family: str, tmp_path: Path) -> None:
     """q, k, v and gate, up fused as vLLM loads, with biases; and fused in the checkpoint."""
     path = in_bfloat16(model_of(family, tmp_path))
-    engine, manifest = shared_base_nf4_start(path)
+    engine, manifest = start_in_4_bits(path)
     policy, own = policy_of(path, "bfloat16", MappedBase(manifest, CPU), "nf4"), policy_of(path, "bfloat16", base="nf4")
     assert same(learned(policy), learned(own))
     assert manifest.refused == {}
@@ -282,7 +282,7 @@ def test_logprobs_and_gradients_are_those_of_an_own_copy_shared_base_nf4(family:
 
 def test_it_cannot_be_written_a_change_is_seen_and_a_fresh_engine_takes_its_place(tmp_path: Path) -> None:
     path = in_bfloat16(model_of("Llama", tmp_path))
-    engine, manifest = shared_base_nf4_start(path)
+    engine, manifest = start_in_4_bits(path)
     mapped = MappedBase(manifest, CPU)
     policy = policy_of(path, "bfloat16", mapped, "nf4")
     before = learned(policy)
@@ -301,7 +301,7 @@ def test_it_cannot_be_written_a_change_is_seen_and_a_fresh_engine_takes_its_plac
         mapped.check()
     run(engine.close())
     mapped.detach()
-    fresh, manifest = shared_base_nf4_start(path)
+    fresh, manifest = start_in_4_bits(path)
     mapped.attach(manifest)
     assert same(learned(policy), before)
     run(fresh.close())
