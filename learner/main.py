@@ -202,14 +202,13 @@ class RunRequest(Request):
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of `run` with what these words ask for, or those of this process."""
     process.keep_streams()
+    process.ours_first()
     return answer(command_of(RunRequest, run, "train"), argv, "learner.main")
 
 
 def run(asked: RunRequest) -> int:
     """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
     130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
-    process.keep_streams()
-    process.ours_first()
     try:
         with process.interrupting():
             if wrong := process.hidden_package() or process.wrong_place():
