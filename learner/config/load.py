@@ -5,7 +5,8 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -72,8 +73,83 @@ __all__ = [
 OVERSAMPLE = (
     "running ahead gives more where completions differ in length; set max_staleness=1 and rollout.in_flight=continue"
 )
-# Keys that other programs have, or earlier versions had, and why there is none here.
-RENAMED_OR_GONE = {"oversample": OVERSAMPLE}
+# Keys that other programs have, and why there is none here.
+NONE_HERE = {"oversample": OVERSAMPLE}
+
+# Keys of earlier versions. Who writes one is told where it went; what a run folder has recorded is translated.
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A key that earlier versions had. now: where it went, and why; value: (key, value) of today that an old value
+    stands for, or None where it stands for what is done anyway."""
+
+    key: str
+    now: str
+    value: Callable[[Any], tuple[str, Any] | None] = lambda _: None
+
+    def sentence(self, given: Any) -> str:
+        """Field, rule, next step, value."""
+        try:
+            found = self.value(given)
+        except (TypeError, ValueError):  # it was no value of the old key either
+            return f"{self.key}: {self.now} (got {_shown(given)})"
+        mend = "leave it out" if found is None else f"write {found[0]}={_as_written(found[1])}"
+        return f"{self.key}: {self.now}; {mend} (got {_shown(given)})"
+
+
+def _same(key: str, old: Any = None) -> Callable[[Any], tuple[str, Any] | None]:
+    """The same value, of another key; of the old default nothing."""
+    return lambda given: None if given == old else (key, given)
+
+
+BOUNDS = "is an argument of learner.loss.ratio now, in learner.loss.bounds"
+MOVED = (
+    *(
+        Moved(f"learner.loss.{name}", BOUNDS, _same(f"learner.loss.bounds.{name}"))
+        for name in ("epsilon", "delta", "cap", "band")
+    ),
+)  # fmt: skip
+
+
+def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run folder has recorded, with the keys of today. Of several that have become one the largest
+    number counts, which no run waits too short for."""
+    found = copy.deepcopy(dict(tree))
+    set_by_another = set[str]()
+    for moved in MOVED:
+        *above, key = moved.key.split(".")
+        inner: Any = found
+        for part in above:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or key not in inner:
+            continue
+        try:
+            now = moved.value(inner.pop(key))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{moved.key}: {error}") from None
+        if now is not None:
+            name, value = now
+            both = name in set_by_another and isinstance(value, int | float)
+            assign(found, name, max(value, _at(found, name)) if both else value)
+            set_by_another.add(name)
+    return found
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value of a dotted key; None where there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def recorded(given: object) -> RunConfig:
+    """The configuration that a run folder or checkpoint has recorded, also one of before keys were renamed. Raises
+    ConfigError."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"config: must be a mapping, got {type(given).__name__}")
+    return validated(since_moved(given))
+
 
 # Of keys that one would rather give one value.
 EXAMPLES = {
@@ -89,14 +165,16 @@ INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
-def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_config(path: str | None, overrides: Sequence[str], *, of_a_run: bool = False) -> RunConfig:
     """The validated configuration of a file (or none) with `a.b=value` overrides on top.
 
+    of_a_run: the file is what a run has recorded, whose keys may be those of an earlier version.
     Raises ConfigError. List items are reached by index: rewards.0.weight=2.
     """
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
         raise ConfigError(_no_setting(max(other, key=lambda word: word.startswith("-"))))
     tree = read_yaml(Path(path)) if path is not None else {}
+    tree = since_moved(tree) if of_a_run else tree
     texts = _texts()
     for override in overrides:
         key, _, text = override.removeprefix("--").partition("=")
@@ -250,7 +328,21 @@ def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
     """Of one pydantic error; rules between settings (learner.config.run) come as whole sentences, a line each."""
     if not mistake["loc"] and mistake["type"] == "value_error":
         return str(mistake["msg"]).removeprefix("Value error, ").splitlines()
+    if mistake["type"] == "extra_forbidden" and (moved := list(_moved(mistake["loc"], mistake["input"]))):
+        return moved
     return [_sentence(mistake, root)]
+
+
+def _moved(location: Sequence[Any], given: Any) -> Iterator[str]:
+    """What is said of a key that has moved, or of all those in a section that has."""
+    where = ".".join(map(str, location))
+    for moved in MOVED:
+        if moved.key == where:
+            yield moved.sentence(given)
+        elif isinstance(given, Mapping) and moved.key.startswith(f"{where}."):
+            inner = moved.key.removeprefix(f"{where}.")
+            if inner in given:
+                yield moved.sentence(given[inner])
 
 
 def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
@@ -271,7 +363,7 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
 def _unknown(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """What is said of a key that there is not: where it has its place, or the nearest one."""
     *above, key = map(str, error["loc"])
-    if (why := RENAMED_OR_GONE.get(key)) is not None:
+    if (why := NONE_HERE.get(key)) is not None:
         return f"there is no such key: {why} (got {_shown(error['input'])})"
     peft = of_peft(key)
     if peft is not None and above == ["learner", "lora"]:

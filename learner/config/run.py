@@ -403,18 +403,19 @@ LEARNER = (
         lambda c: c.learner.updates_per_batch > 1 and not c.learner.loss.several_updates,
     ),
     Rule(
-        "learner.loss.cap:",
+        "learner.loss.bounds.cap:",
         f"with ratio={CLIPPED} bounds how far the batch's first policy may be from the sampler, which only "
         "learner.updates_per_batch above 1 looks at", "leave it out",
-        ("learner.loss.cap", "learner.updates_per_batch"),
-        lambda c: c.learner.loss.cap is not None and c.learner.loss.several_updates
+        ("learner.loss.bounds", "learner.updates_per_batch"),
+        lambda c: "cap" in c.learner.loss.bounds and c.learner.loss.several_updates
         and c.learner.updates_per_batch == 1,
     ),
     Rule(
-        "learner.loss.epsilon:",
+        "learner.loss.bounds.epsilon:",
         "must be given with ratio=gspo unless model.dtype=float32: its paper's 3e-4 and 4e-4 lie within the rounding "
         "noise between sampler and learner", "give for example [0.01, 0.01]", ("model.dtype",),
-        lambda c: c.learner.loss.ratio == "gspo" and c.learner.loss.epsilon is None and c.model.dtype != "float32",
+        lambda c: c.learner.loss.ratio == "gspo" and "epsilon" not in c.learner.loss.bounds
+        and c.model.dtype != "float32",
     ),
 )  # fmt: skip
 

@@ -17,11 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any
 
-from pydantic import ValidationError
-
 from cluster.files import digest_of
-from cluster.reading import Unreadable, printable, read_mapping, read_text
+from cluster.reading import ConfigError, Unreadable, printable, read_json, read_mapping
 from learner.config import RunConfig
+from learner.config.load import recorded
 from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
 from rewards import functions as pickled
@@ -328,11 +327,12 @@ def _from(run_dir: Path) -> str:
 def config_of(folder: Path) -> RunConfig:
     """The settings that a checkpoint was made with. Raises ResumeError."""
     try:
-        return RunConfig.model_validate_json(read_text(folder / "config.json"))
-    except ValidationError as error:
+        return recorded(read_json(folder / "config.json"))
+    except ConfigError as error:
+        first = str(error).splitlines()[0]
         raise ResumeError(
             f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
-            f"({error.errors()[0]['msg']}); give this run another name="
+            f"({first}); give this run another name="
         ) from None
     except (Unreadable, FileNotFoundError) as error:
         raise ResumeError(_unreadable(error)) from None

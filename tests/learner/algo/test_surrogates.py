@@ -78,7 +78,9 @@ def ratios_of(case: dict[str, Any]) -> list[float]:
 def apart(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> float:
     """How far slopes, loss and counts of token_loss are from those of the formulas by hand, at most."""
     bounds = {name: bounds[name] for name in SURROGATES[ratio].settings}
-    config = LossConfig.model_construct(ratio=ratio, **bounds)  # without validation: any bounds, as the draw has them
+    config = LossConfig.model_construct(
+        ratio=ratio, bounds=bounds
+    )  # without validation: any bounds, as the draw has them
     n, c, a = len(case["logprobs"]), case["coefficients"], case["advantages"]
     batch = batch_of(case["behavior"], a, c, lengths=case["lengths"].tolist())
     slopes, parts = token_loss(
@@ -149,7 +151,7 @@ def test_bounds_on_every_edge(ratio: str) -> None:
     ("gaps", "weights"), [([5.0, 20.0], [math.exp(5), math.exp(20)]), ([0.5, 1.0], [1.6487, 2.7183])]
 )
 def test_a_band_without_upper_end_drops_no_token_above_one(gaps: list[float], weights: list[float]) -> None:
-    config = LossConfig(ratio="icepop", band=(0.75, math.inf))
+    config = LossConfig(ratio="icepop", bounds={"band": (0.75, math.inf)})
     batch = batch_of(torch.zeros(2), torch.ones(2), torch.ones(2))
     slopes, parts = token_loss(torch.tensor(gaps), torch.zeros(2), batch, config, reference=None, version=0)
     assert slopes.tolist() == pytest.approx([-one for one in weights], rel=1e-4)
@@ -158,7 +160,7 @@ def test_a_band_without_upper_end_drops_no_token_above_one(gaps: list[float], we
 
 @pytest.mark.parametrize("length", [5, 40])  # of tokens at e^20 each: beyond what float32 holds
 def test_a_ratio_that_overflowed_is_outside_of_it(length: int) -> None:
-    config = LossConfig(ratio="sequence_mask", band=(0.75, math.inf))
+    config = LossConfig(ratio="sequence_mask", bounds={"band": (0.75, math.inf)})
     batch = batch_of(torch.full((length,), -20.0), torch.ones(length), torch.ones(length), lengths=[length])
     slopes, parts = token_loss(torch.zeros(length), torch.zeros(length), batch, config, reference=None, version=0)
     assert slopes.tolist() == [0.0] * length
@@ -174,9 +176,9 @@ def test_a_new_row_is_all_that_a_variant_needs(monkeypatch: pytest.MonkeyPatch) 
     row = Surrogate(squared, "sg(min(r^2, cap)) A log π", "nobody's", {"cap": 1.5})
     monkeypatch.setitem(SURROGATES, "squared", row)
     config = LearnerConfig.model_validate({"loss": {"ratio": "squared"}}).loss
-    assert config.bounds == {"cap": 1.5}
+    assert config.arguments == {"cap": 1.5}
     with pytest.raises(ValidationError, match="band: belongs to ratio: .* squared has none"):
-        LossConfig(ratio="squared", band=(0.5, 2))
+        LossConfig(ratio="squared", bounds={"band": (0.5, 2)})
     assert "| squared | sg(min(r^2, cap)) A log π | cap 1.5 | nobody's |" in table()
     batch = batch_of(torch.zeros(2), torch.ones(2), torch.ones(2))
     slopes, _ = token_loss(torch.tensor([1.1, 2.0]).log(), torch.zeros(2), batch, config, reference=None, version=0)

@@ -81,7 +81,7 @@ def test_the_same_settings_give_the_same_policies(recorded: Path, capsys: pytest
         assert "every policy has the digest that the run recorded" in out
 
 
-PPO = {"algorithm": "ppo", "updates_per_batch": 2, "loss": {"ratio": "clip", "epsilon": (0.2, 0.2)}}
+PPO = {"algorithm": "ppo", "updates_per_batch": 2, "loss": {"ratio": "clip", "bounds": {"epsilon": (0.2, 0.2)}}}
 
 
 @pytest.mark.parametrize("learner", [PPO, {"mode": "full"}], ids=["a value and several updates", "all weights"])
