@@ -65,8 +65,9 @@ geometric mean, and sg the stop-gradient.
 
 Values are those of the papers; `learner.loss.bounds={{cap: 3}}` replaces them (`cap`, `band`, `epsilon`, `delta`), and
 one that the objective does not have is refused. An objective with sg is reported, in `loss/total`, without its log π.
-`policy/clip_fraction` is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those that lost all
-of their gradient (tokens of advantage 0, which are trained with beta > 0 or a loss of your own alone, have none to lose).
+`policy/clip_fraction` is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those
+that lost all of their gradient (tokens of advantage 0, which are trained with beta > 0 or a loss of your own alone,
+have none to lose).
 
 ## learner.loss.kind
 

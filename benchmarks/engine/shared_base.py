@@ -1,4 +1,5 @@
-"""One base in two processes (memory.base: shared), on a CPU: what both hold together, and whether it is the same model.
+"""One base in two processes (memory.layout: shared), on a CPU: what both hold together, and whether it is the same
+model.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.engine.shared_base
 

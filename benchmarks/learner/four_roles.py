@@ -61,8 +61,8 @@ def rows() -> list[Row]:
     return [
         Row("four models, policy and value trained as a whole (AdamW)", 5, whole, models=2, adapters=0),
         Row("four models, LoRA on policy and value", 5, lora, models=2),
-        Row("one base for the four roles, one for the generator (`memory.base: own`)", 2, one),
-        Row("one base for all five (`memory.base: shared`)", 1, one),
+        Row("one base for the four roles, one for the generator (`memory.layout: auto`)", 2, one),
+        Row("one base for all five (`memory.layout: shared`)", 1, one),
     ]
 
 

@@ -1,5 +1,5 @@
 """Ranks of the learner on one machine, a core each: what two of them gain over one, what exact sums cost, how evenly
-the work is divided, and what a base in shards (memory.base: sharded) saves and costs, frozen and trained as a whole.
+the work is divided, and what a base in shards (memory.layout: sharded) saves and costs, frozen and trained as a whole.
 
     PYTHONPATH=. python -m benchmarks.learner.ranks
 

@@ -57,12 +57,11 @@ def tree(example: str, folder: Path, steps: int, seed: int) -> Tree:
             "use": "trl_environment",
             "args": {"factory": f"{example}:Game2048Env", "rewards": [f"{example}:reward_score"]},
             "max_turns": TURNS,
-            "memory": "4GiB",
-            "start_timeout_s": 120,
+            "step_timeout_s": 60,
         },
         "rollout": {
             "num_generations": 4, "max_prompt_length": 192, "max_completion_length": 768, "kv_cache": "64MiB",
-            "max_num_seqs": 16,
+            "max_num_seqs": 16, "process_memory": "4GiB",
         },
         "learner": {"learning_rate": 1e-3, "groups_per_step": 4},
     }  # fmt: skip

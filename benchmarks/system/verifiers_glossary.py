@@ -124,15 +124,12 @@ def tree(python: str, folder: Path, steps: int, seed: int) -> Tree:
                 "python": python, "model": str(folder / "model"), "renderer": RENDERER, "environment": ENVIRONMENT,
             },
             "max_turns": 4,
-            "memory": "4GiB",
             "concurrency": 4,
-            "start_timeout_s": 120,
             "step_timeout_s": 120,
-            "timeout_s": 240,
         },
         "rollout": {
             "num_generations": 4, "max_prompt_length": 512, "max_completion_length": 256, "kv_cache": "64MiB",
-            "max_num_seqs": 8,
+            "max_num_seqs": 8, "process_memory": "4GiB",
         },
         "learner": {"learning_rate": 1e-3, "groups_per_step": 2},
     }  # fmt: skip

@@ -13,7 +13,7 @@ No import of torch here: the driver reads the table, and has no torch. Tensors h
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
@@ -228,7 +228,7 @@ class LossConfig(Frozen):
     def arguments(self) -> Bounds:
         """Of the chosen surrogate, all of them; of a user's own those that are given, the others are its defaults."""
         papers = Bounds() if self.own else SURROGATES[self.ratio].settings
-        return cast(Bounds, papers | self.bounds)
+        return papers | self.bounds
 
     @field_validator("ratio")
     @classmethod

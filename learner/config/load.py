@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ValidationError
 
+from cluster.config import Deadlines
 from cluster.reading import (
     ConfigError,
     dump,
@@ -24,6 +25,8 @@ from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of, masked
 from rewards.functions import SUFFIX
+from rewards.limits import DEFAULT_MEMORY as DEFAULT_REWARD_MEMORY
+from rollout.config import DEFAULT_ENVIRONMENT_MEMORY, parse_size
 from rollout.data.hub import ChatError, commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS
@@ -87,6 +90,7 @@ class Moved:
     key: str
     now: str
     value: Callable[[Any], tuple[str, Any] | None] = lambda _: None
+    settled: bool = False  # what a run recorded of it is what a plan had made of it
 
     def sentence(self, given: Any) -> str:
         """Field, rule, next step, value."""
@@ -103,20 +107,53 @@ def _same(key: str, old: Any = None) -> Callable[[Any], tuple[str, Any] | None]:
     return lambda given: None if given == old else (key, given)
 
 
+def _patience(seconds: float) -> Callable[[Any], tuple[str, Any] | None]:
+    """The factor that makes that many seconds of the default."""
+    return lambda given: ("cluster.patience", round(given / seconds, 3))
+
+
 BOUNDS = "is an argument of learner.loss.ratio now, in learner.loss.bounds"
 MOVED = (
     *(
         Moved(f"learner.loss.{name}", BOUNDS, _same(f"learner.loss.bounds.{name}"))
         for name in ("epsilon", "delta", "cap", "band")
     ),
+    Moved(
+        "learner.offload_boundaries", "is a choice of learner.checkpointing now",
+        lambda given: ("learner.checkpointing", "offloaded") if given else None,
+    ),
+    Moved("memory.base", "is a choice of memory.layout now", _same("memory.layout", "own")),
+    Moved("memory.generator", "is gone: the plan divides memory.device, and rollout.kv_cache is what may be set"),
+    Moved("memory.learner", "is gone: the learner has what the generators leave of memory.device"),
+    Moved("guard.steps", "is gone: it is always 5"),
+    *(
+        Moved(
+            f"cluster.deadlines.{name}", "is a part of cluster.patience now, one factor on all waits",
+            _patience(seconds), settled=name == "push",
+        )
+        for name, seconds in Deadlines()
+    ),
+    Moved("env.timeout_s", "is a third of what one group may take now, by cluster.patience", _patience(300.0)),
+    Moved(
+        "env.start_timeout_s", "is twice env.step_timeout_s now",
+        lambda given: None if given <= 60 else ("env.step_timeout_s", given / 2),
+    ),
+    Moved(
+        "rollout.reward_memory", "is rollout.process_memory now, of environments' processes as well",
+        _same("rollout.process_memory", DEFAULT_REWARD_MEMORY),
+    ),
+    Moved(
+        "env.memory", "is rollout.process_memory now, of reward processes as well",
+        lambda given: None if (size := parse_size(given)) <= DEFAULT_ENVIRONMENT_MEMORY
+        else ("rollout.process_memory", max(size, DEFAULT_REWARD_MEMORY)),
+    ),
 )  # fmt: skip
 
 
 def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a run folder has recorded, with the keys of today. Of several that have become one the largest
-    number counts, which no run waits too short for."""
+    number counts: nothing is cut shorter than it was."""
     found = copy.deepcopy(dict(tree))
-    set_by_another = set[str]()
     for moved in MOVED:
         *above, key = moved.key.split(".")
         inner: Any = found
@@ -128,17 +165,19 @@ def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
             now = moved.value(inner.pop(key))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{moved.key}: {error}") from None
-        if now is not None:
+        if not inner:
+            _at(found, ".".join(above[:-1])).pop(above[-1])
+        if now is not None and not moved.settled:
             name, value = now
-            both = name in set_by_another and isinstance(value, int | float)
-            assign(found, name, max(value, _at(found, name)) if both else value)
-            set_by_another.add(name)
+            there = _at(found, name)
+            both = isinstance(value, int | float) and isinstance(there, int | float)
+            assign(found, name, max(value, there) if both else value)
     return found
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
-    for part in key.split("."):
+    """The value of a dotted key, of "" the whole tree; None where there is none."""
+    for part in filter(None, key.split(".")):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 

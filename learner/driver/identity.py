@@ -249,9 +249,9 @@ def _revision(name: str) -> str:
 
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "env", "rollout", "learner")
 FREE = (
-    "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.reward_memory",
-    "learner.token_budget", "learner.checkpointing", "learner.offload_boundaries", "learner.restarts", "data.eval",
-    "env.variables", "env.concurrency", "env.memory",
+    "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.process_memory",
+    "learner.token_budget", "learner.checkpointing", "learner.restarts", "data.eval",
+    "env.variables", "env.concurrency",
 )  # fmt: skip
 BY_CONTENT = (
     "model.path", "model.revision", "model.adapter", "model.reference", "learner.value.start",

@@ -14,7 +14,7 @@ from typing import Self
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, ValueLost
 from cluster.buffer import Buffer, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.files import writing
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
@@ -145,7 +145,7 @@ def _inputs(prepared: Prepared, weights_stay: bool) -> Inputs:
         prepared.problems,
         prepared.heldout,
         prepared.fingerprints,
-        prepared.budgets.alternating,
+        prepared.budgets.arrangement.in_turns,
         weights_stay,
     )
 
@@ -240,7 +240,7 @@ def wire(
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
-    if config.memory.base == "shared":
+    if config.arrangement.one_base:
         for producer in producers:
             producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
     metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
@@ -301,12 +301,12 @@ class Restarts:
         return True
 
 
-# memory.base: shared. The one copy of the base belongs to the generator; the learner maps it.
+# memory.layout: shared. The one copy of the base belongs to the generator; the learner maps it.
 
 
 @asynccontextmanager
 async def replacing_owner(
-    generator: Actor[RolloutService], trainer: Actor[TrainerService], deadlines: DeadlineConfig
+    generator: Actor[RolloutService], trainer: Actor[TrainerService], deadlines: Deadlines
 ) -> AsyncIterator[None]:
     """Inside of it a fresh generator is started in the place of a lost one.
 
@@ -337,7 +337,7 @@ class Patience:
     start_s: float
 
     @classmethod
-    def of(cls, deadlines: DeadlineConfig) -> Self:
+    def of(cls, deadlines: Deadlines) -> Self:
         return cls(min(deadlines.heartbeat / 2, deadlines.group / 4), min(deadlines.start, deadlines.group / 2))
 
 
@@ -371,5 +371,5 @@ async def _started(process: Remote[RewardServer], deadline_s: float) -> None:
         raise RunEnded(
             f"{process.name}: it was lost, and no fresh process has started within {deadline_s:g} s: its node is gone, "
             "or none has room (cluster.rewards); start the same command again when there is, or raise "
-            "cluster.deadlines.start and .group"
+            "cluster.patience"
         ) from None

@@ -368,7 +368,7 @@ class Batches:
         except TimeoutError:
             raise TimeoutError(
                 f"step {step + 1}: waited {patience:g} s for {self._size} groups; {len(buffer)} lie in the buffer, "
-                f"{buffer.in_use} of {buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are "
+                f"{buffer.in_use} of {buffer.slots} slots are in use. Raise cluster.patience if completions are "
                 "long"
             ) from None
         return Batch(sorted(batch.groups, key=group_position), batch.useless)
@@ -452,7 +452,7 @@ class WeightSync:
         deadlines = config.cluster.deadlines
         self._push_s = deadlines.push
         # The learner may be without its base until a lost generator is replaced.
-        without = deadlines.start if config.memory.base == "shared" else 0.0
+        without = deadlines.start if config.arrangement.one_base else 0.0
         self._probe_s = deadlines.push + without
         under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
         self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting

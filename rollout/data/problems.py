@@ -218,7 +218,7 @@ class Stock:
 
     def _late(self, late: str) -> ProblemsError:
         size = self._names.size
-        return ProblemsError(f"{size}: tokenising {late} (cluster.deadlines.start); lower {size}")
+        return ProblemsError(f"{size}: tokenising {late} (cluster.patience); lower {size}")
 
     def _rendered(self, index: int, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         try:

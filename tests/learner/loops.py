@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from cluster.actor import Actor, Local
+from cluster.config import Deadlines
 from learner.config import RunConfig
 from learner.driver.evaluate import Evaluation
 from learner.driver.local import (
@@ -80,6 +81,11 @@ def configure(**changed: Any) -> RunConfig:
     }
     changed["rollout"] = given["rollout"] | changed.get("rollout", {})
     return RunConfig.model_validate(given | changed)
+
+
+def waiting(config: RunConfig, **seconds: float) -> RunConfig:
+    """The same, with these deadlines; the others are as they are by default."""
+    return config.model_copy(update={"cluster": config.cluster.waiting(Deadlines(**seconds))})
 
 
 class Built(LocalRun):

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.actor import Local
 from cluster.buffer import PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.telemetry import Timeline
 from rollout.delivery import (
     Answer,
@@ -36,7 +36,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
-    worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), DeadlineConfig())
+    worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), Deadlines())
     feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
         await feed.prove(pushed(Adapter.build(version, b"", {}), (1, 2), said([-1.0])))
@@ -68,7 +68,7 @@ class TooLate:
 @pytest.mark.parametrize("fresh", [True, False])
 async def test_a_policy_that_was_overwritten_is_skipped_and_the_next_one_brought(tmp_path: Path, fresh: bool) -> None:
     timeline, slot = Timeline(tmp_path / "timeline.json"), PolicySlot[Push]()
-    feed = PolicyFeed(SupervisedWorker(Local[Any]("generator-0", TooLate, []), DeadlineConfig()), slot, timeline)
+    feed = PolicyFeed(SupervisedWorker(Local[Any]("generator-0", TooLate, []), Deadlines()), slot, timeline)
     pushes = {version: pushed(Adapter.build(version, b"", {}), (1, 2), said([-version])) for version in (2, 3, 4)}
     await slot.publish(2, pushes[2])
     following = asyncio.create_task(feed.follow(await feed.first()))

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
 from cluster.buffer import Buffer, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import Answer, Push, Receipt
@@ -21,7 +21,7 @@ from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Sampling
 from tests.pushes import pushed, said
 
-DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)
+DEADLINES = Deadlines(group=0.2, push=5, start=5)
 
 
 def no_fault(a: int, b: int) -> str | None:

@@ -41,10 +41,10 @@ async def test_the_example_trains_a_step_as_its_paper_says(
     assert distance(found, naive_gradient(model, None, groups, config, advantages_by_hand("batch"))) < 2e-5
 
 
-def refusal(ratio: str, **settings: Any) -> str | None:
+def refusal(ratio: str, **bounds: Any) -> str | None:
     """What the trial says of a surrogate that cannot train."""
     try:
-        try_surrogate(LossConfig(ratio=ratio, bounds=settings))
+        try_surrogate(LossConfig.model_validate({"ratio": ratio, "bounds": bounds}))
     except SurrogateError as error:
         return str(error)
     return None

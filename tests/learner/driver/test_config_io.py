@@ -110,7 +110,7 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
         ),
         (
             "learner.checkpointing=0",
-            "learner.checkpointing: Input should be 'none', 'full', 'mlp' or 'auto', or greater than or equal to 1",
+            "learner.checkpointing: Input should be 'none', 'full', 'mlp', 'offloaded' or 'auto', or greater than or",
         ),
         ("env.concurrency=few", "env.concurrency: Input should be a valid integer, unable to parse string as an integ"),
         ("cluster.gpus=0.5", "cluster.gpus: must be given key by key (generator, learner); write for example cluster."),
@@ -206,7 +206,7 @@ def test_where_text_alone_is_wanted_nothing_else_is_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("learner.checkpointing=true", "must be none or full or mlp or auto or a number (got True)"),
+        ("learner.checkpointing=true", "must be none or full or mlp or offloaded or auto or a number (got True)"),
         ("steps=true", "must be a number (got True)"),
         ("learner.learning_rate=false", "must be a number (got False)"),
         ("cluster.gpus.generator=true", "must be a number (got True)"),

@@ -19,7 +19,7 @@ from rollout.types import SentPolicy, WeightsInFile
 from tests.learner.loops import PER_STEP, Trainer, Worker, configure, consumed
 
 RANKS = {"cluster": {"learners": 2}}
-SHARDS = RANKS | {"memory": {"base": "sharded"}}
+SHARDS = RANKS | {"memory": {"layout": "sharded"}}
 MERGED = {"push": "merged", "groups_per_step": PER_STEP}
 WHOLE = {"mode": "full", "learning_rate": 1e-5, "groups_per_step": PER_STEP}
 
