@@ -25,6 +25,7 @@ from cluster.placement import Role
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Node, NodeFailed, Session, connect, joins, on_each, wanted_store
 from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
+from learner.driver.arrangement import hooks_of
 from learner.driver.failure import PreflightError, WatchedLearner, lost_as_it_starts
 from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets
@@ -77,6 +78,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     """One process per role. Without a card they start at once; with one, generators first: an engine measures free
     memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
+    hooks, deadlines = hooks_of(prepared.budgets.arrangement), config.cluster.deadlines
     await session.reserve(roles(config), start, note)
     for line in await check_nodes(config, session, start, prepared.budgets.policy_bytes):
         note(line)
@@ -86,8 +88,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         worker_spec(config, rank, prepared.budgets, rewards, prepared.total_steps)
         for rank in range(config.rollout.workers)
     ]
-    shares = config.arrangement.one_base
-    overlap = config.cluster.gpus.learner == 0 and not shares
+    overlap = config.cluster.gpus.learner == 0 and hooks.together
     # The learner's imports are the shorter ones, and Ray starts as many processes at once as there are cores.
     learner = spawn_learner(prepared, session) if overlap else []
     workers = [
@@ -103,9 +104,8 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     else:
         for worker in workers:
             await started(worker, start)
-            if prepared.budgets.arrangement.in_turns:
-                await worker.call(RolloutService.sleep, start)
-        base = await workers[0].call(RolloutService.share_base, start) if shares else None
+            await hooks.started(worker, deadlines)
+        base = await hooks.base(workers, deadlines)
         learner = spawn_learner(prepared, session, base)
         await asyncio.gather(*(learner_started(rank, start) for rank in learner))
     for one in rewards:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.actor import Local, Unusable
+from learner.config.arrangement import ARRANGEMENTS
 from learner.driver.local import local_run
 from learner.driver.roles import weights_stay
 from rollout.delivery import Receipt
@@ -74,7 +75,13 @@ async def test_one_that_is_lost_in_the_learners_turn_is_brought_what_was_publish
     worker = memory.worker(0, dies_at_wake=3)
     config = configure(learner=MERGED)
     loop = local_run(
-        tmp_path, config, 5, generators=[worker], trainer=memory.trainer(), alternating=True, weights_stay=True
+        tmp_path,
+        config,
+        5,
+        generators=[worker],
+        trainer=memory.trainer(),
+        arrangement=ARRANGEMENTS["alternating"],
+        weights_stay=True,
     )
     await worker.call(RolloutService.sleep, 1)
     async with asyncio.timeout(20):
