@@ -41,7 +41,6 @@ learner:
 memory:
   device: {device}  # bytes of one card, {device_size}
   layout: {layout}
-  base: {one_base}
 cluster:
   gpus: {{generator: {share}, learner: {share}}}
 """
@@ -55,8 +54,8 @@ def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int
         kv_bytes=found.kv_bytes, kv_size=gib(found.kv_bytes), sequences=found.sequences,
         kv_dtype="fp8" if wish.kv_dtype == "fp8" else "auto", rank=wish.rank,
         checkpointing=found.checkpointing, token_budget=found.token_budget,
-        device=found.device_bytes, device_size=gib(found.device_bytes), layout=found.layout,
-        one_base="shared" if wish.shared else "own",
+        device=found.device_bytes, device_size=gib(found.device_bytes),
+        layout="shared" if wish.shared else found.layout,
         algorithm="ppo" if wish.value_rank else "grpo",
         share="1" if found.layout == "separate" else "0.5",
     )  # fmt: skip

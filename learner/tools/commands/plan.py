@@ -24,7 +24,9 @@ def plan(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every model of the built-in table.")] = False,
     cards: Annotated[Literal[1, 2], typer.Option(help="2: one for each role.")] = 1,
-    base: Annotated[Literal["own", "shared"], typer.Option(help="memory.layout, of LoRA.")] = "own",
+    base: Annotated[
+        Literal["own", "shared"], typer.Option(help="shared: one base for both roles (memory.layout), of LoRA.")
+    ] = "own",
     algorithm: Annotated[
         Literal["grpo", "ppo"], typer.Option(help="ppo: a value model beside the policy, both LoRA on one base.")
     ] = "grpo",
