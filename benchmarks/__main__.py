@@ -37,7 +37,7 @@ CASES = (
     Case("chaos_environments", "the same with tools, and environments' processes killed",
          "system.chaos --environments --name chaos_environments", "chaos_environments"),
     Case("chaos_shards", "the same of a whole model in shards over two ranks",
-         "system.chaos --minutes 6 --seed 3 --name chaos_shards learner.mode=full memory.base=sharded "
+         "system.chaos --minutes 6 --seed 3 --name chaos_shards learner.mode=full memory.layout=sharded "
          "learner.push=adapter", "chaos_shards"),
     Case("chaos_driver", "SIGKILL of the driver, again and again",
          "system.chaos --kinds 'kill driver' --every 8.5 12 --minutes 18 --name chaos_driver rollout.workers=1 "

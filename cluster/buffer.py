@@ -253,7 +253,7 @@ class PolicySlot(Generic[T]):
                 held = ", ".join(f"{name} (holds v{self.acknowledgements.get(name, -1)})" for name in late())
                 raise TimeoutError(
                     f"policy v{version} not acknowledged after {deadline_s:g} s by {held}; see its log, or raise "
-                    "cluster.deadlines.push"
+                    "cluster.patience"
                 ) from None
 
 

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -99,26 +99,34 @@ class RewardProcessConfig(Frozen):
     room. Set it where only one has what they need."""
 
 
-class DeadlineConfig(Frozen):
-    """Seconds that a wait may last before the run says what it waited for and acts."""
+class Deadlines(Frozen):
+    """Seconds that a wait may last before the run says what it waited for and acts.
 
-    start: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds for a process to start, room on the cluster, and reading the data. Raise it for large models and slow
-    disks."""
-    group: Annotated[float, Field(gt=0)] = 900.0
-    """Seconds for one group of completions; beyond it the generator counts as hung and is replaced. It is multiplied by
-    the number of rounds in which a generator decodes (with `env.use`: plays) all that it is asked for at once:
-    `groups_per_step * (1 + max_staleness) / workers` groups. Raise it if completions are long."""
-    step: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds for one training step, or one checkpoint. Raise it for large batches on slow hardware."""
-    push: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds for a policy to reach a generator, and for the answer to the probe; one more is given for each 50 MB of
-    it, and with `max_staleness` above 0 `group` more, since both may have to wait for the completions under way. Raise
-    it on a slow network."""
-    heartbeat: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds that a learner may go without a finished micro-batch (on a CPU: without any computation) before it counts
-    as hung; a generator, one of several ranks or of `rewards.processes` is replaced when its process gives no answer
-    for half as long. Raise it if one micro-batch may take longer."""
+    Attributes:
+        start: for a process to start, room on the cluster, and reading the data.
+        group: for one group of completions; beyond it the generator counts as hung and is replaced. It is multiplied by
+          the number of rounds in which a generator decodes (with an environment: plays) all that it is asked for at
+          once.
+        step: for one training step, or one checkpoint.
+        push: for a policy to reach a generator, and for the answer to the probe; one more is given for each 50 MB of
+          it, and with max_staleness above 0 `group` more, since both may have to wait for the completions under way.
+        heartbeat: that a learner may go without a finished micro-batch (on a CPU: without any computation) before it
+          counts as hung; a generator, one of several ranks or of rewards.processes is replaced when its process gives
+          no answer for half as long.
+    """
+
+    start: Positive = 600.0
+    group: Positive = 900.0
+    step: Positive = 3600.0
+    push: Positive = 120.0
+    heartbeat: Positive = 300.0
+
+    @classmethod
+    def of(cls, patience: float) -> "Deadlines":
+        """All of them times `patience`. How long a process takes to start no user who wants to hear of a hang sooner
+        can help, so that one grows alone."""
+        scaled = {name: patience * seconds for name, seconds in cls()}
+        return cls(**scaled | {"start": max(1.0, patience) * cls().start})
 
 
 class ClusterConfig(Frozen):
@@ -134,10 +142,27 @@ class ClusterConfig(Frozen):
     cards. Set it on a CPU, where they share `cpus.generator`, to try such a run."""
     learners: Annotated[int, Field(ge=1)] = 1
     """Ranks of the learner: processes that share the work of each step, each with `cpus.learner` and `gpus.learner` of
-    its own and a whole copy of the model, or with `memory.base: sharded` its share. Raise it where training is the
+    its own and a whole copy of the model, or with `memory.layout: sharded` its share. Raise it where training is the
     longer side and there are cores or cards to spare, or where one card has no room."""
     rewards: RewardProcessConfig = RewardProcessConfig()
-    deadlines: DeadlineConfig = DeadlineConfig()
+    patience: Positive = 1.0
+    """How long the run waits before it says what it waited for and acts, as a factor on all its deadlines: 600 s for a
+    process to start, 900 s for one group of completions (in each round in which a generator decodes what it is asked
+    for at once), 3600 s for a step or a checkpoint, 120 s for a policy to reach a generator, 300 s for a learner
+    without a sign of life. Raise it for long completions, large batches, slow disks and networks; below 1 what hangs is
+    replaced sooner, and the time to start stays."""
+    _settled: Deadlines | None = PrivateAttr(None)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """By `patience`, or as `waiting` has settled them."""
+        return self._settled or Deadlines.of(self.patience)
+
+    def waiting(self, deadlines: Deadlines) -> Self:
+        """The same with these deadlines."""
+        found = self.model_copy()
+        found._settled = deadlines
+        return found
 
     @property
     def shards(self) -> int:

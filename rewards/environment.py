@@ -25,14 +25,13 @@ LONGEST = 500  # characters of an exception's text that are worth carrying
 
 
 class Settings(NamedTuple):
-    """What a user may change: the key of the memory cap; who is kept from variables, and how they get {names}."""
+    """What a user may change: who is kept from variables, and how they get {names}."""
 
-    memory: str
     variables: str
 
 
-OF_REWARDS = Settings("rollout.reward_memory", "reward functions: name it with this reward, env: [{names}]")
-OF_ENVIRONMENTS = Settings("env.memory", "environments: name it, env.variables=[{names}]")
+OF_REWARDS = Settings("reward functions: name it with this reward, env: [{names}]")
+OF_ENVIRONMENTS = Settings("environments: name it, env.variables=[{names}]")
 
 
 def described(error: BaseException, settings: Settings = OF_REWARDS, *, caller: str = "") -> str:
@@ -53,7 +52,7 @@ def described(error: BaseException, settings: Settings = OF_REWARDS, *, caller: 
     if frames:
         told += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     if limits.memory_met(error):
-        return f"{told}: {limits.memory_advice(settings.memory)}"
+        return f"{told}: {limits.memory_advice()}"
     return told + advice(text, settings.variables)
 
 

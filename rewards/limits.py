@@ -88,13 +88,13 @@ def memory_held() -> int:
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
-def memory_advice(key: str = "rollout.reward_memory") -> str:
-    """The cap of this process, which it met, and what to set instead: the setting of that name."""
+def memory_advice() -> str:
+    """The cap of this process, which it met, and what to set instead."""
     bytes_ = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if bytes_ == resource.RLIM_INFINITY:
         return "the machine has no more memory"
     return (
-        f"its process may hold {bytes_ / GIB:g} GiB: raise {key}, for example to "
+        f"its process may hold {bytes_ / GIB:g} GiB: raise rollout.process_memory, for example to "
         f"{2 * bytes_ / GIB:g}GiB, or let the function need less"
     )
 

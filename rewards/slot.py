@@ -34,7 +34,7 @@ log = logging.getLogger("rewards")
 T = TypeVar("T")
 _HINTS = {
     signal.SIGKILL: "; the kernel kills so when the machine is out of memory",
-    signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.reward_memory is the cap",
+    signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.process_memory is the cap",
 }
 TOLD_S = 1.0  # for a message to tell which of its calls were late
 SWEEP_S = 1.0  # for what it has started to end

@@ -37,6 +37,7 @@ def parse_size(value: object) -> int:
     return size
 
 
+DEFAULT_ENVIRONMENT_MEMORY = 2**30  # bytes that the process of an environment may hold
 DEFAULT_KV = 256 * 2**20  # bytes of a generator's KV cache without a plan
 DEFAULT_SEQUENCES = 128  # that a generator decodes at once, likewise
 
@@ -204,8 +205,9 @@ class RolloutConfig(Frozen):
     """Reward processes beside each generator, or below each of `cluster.rewards.processes`. Each makes one call at a
     time, or those of an `async def` for several groups at once. Raise it where `reward/ms` is a large part of a group's
     time."""
-    reward_memory: Bytes = DEFAULT_REWARD_MEMORY
-    """The most main memory that each of them, and what it starts, may hold. Raise it for reward models."""
+    process_memory: BytesOrAuto = "auto"
+    """The most main memory that each of them may hold, and what it starts, and likewise each process of an environment;
+    `auto`: 4GiB, and of an environment 1GiB. Raise it for reward models, and for environments that load much."""
     dynamic_sampling: bool = False
     """DAPO: groups whose rewards are all equal are replaced by others before the update. Set it where
     `reward/zero_variance_groups` is most of a batch."""
@@ -214,6 +216,16 @@ class RolloutConfig(Frozen):
     def truncates(self) -> bool:
         """Whether some tokens may not be sampled."""
         return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0) or bool(self.structured_outputs.form)
+
+    @property
+    def reward_memory(self) -> int:
+        """The most bytes that a reward process may hold."""
+        return DEFAULT_REWARD_MEMORY if self.process_memory == "auto" else self.process_memory
+
+    @property
+    def environment_memory(self) -> int:
+        """The most bytes that an environment's process may hold."""
+        return DEFAULT_ENVIRONMENT_MEMORY if self.process_memory == "auto" else self.process_memory
 
     @property
     def sequences(self) -> int:

@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFailed
 from cluster.buffer import Buffer, GroupSlot, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import (
@@ -231,7 +231,7 @@ class SupervisedWorker:
     replacing: what a fresh process is started inside of; set by who must make room for it.
     """
 
-    def __init__(self, actor: RevivableActor[RolloutService], deadlines: DeadlineConfig) -> None:
+    def __init__(self, actor: RevivableActor[RolloutService], deadlines: Deadlines) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.name = actor.name
         self.supply = Supply()
@@ -371,7 +371,7 @@ class Producer:
         actor: RevivableActor[RolloutService],
         pipes: Pipes,
         sampling: Callable[[int, int], Sampling],
-        deadlines: DeadlineConfig,
+        deadlines: Deadlines,
     ) -> None:
         if pipes.buffer.runs_ahead:  # a policy, and its probe, may have to wait for the groups that are under way
             deadlines = deadlines.model_copy(update={"push": deadlines.push + deadlines.group})
@@ -428,7 +428,7 @@ class Producer:
         if self.pipes.losses[problem.position] > MAX_LOSSES:
             raise RuntimeError(
                 f"problem {problem.id} (position {problem.position}): {self.pipes.losses[problem.position]} generators "
-                "were lost while they worked on it; take it out of the data, or raise cluster.deadlines.group"
+                "were lost while they worked on it; take it out of the data, or raise cluster.patience"
             )
 
     async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:

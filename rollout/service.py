@@ -38,7 +38,7 @@ class RolloutService(Protocol):
         """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""
 
     async def share_base(self) -> Manifest:
-        """How the learner maps the engine's base (memory.base: shared)."""
+        """How the learner maps the engine's base (memory.layout: shared)."""
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""

@@ -1,5 +1,5 @@
-"""A base model's memory that two processes on one machine share (memory.base: shared): a file on a CPU, handles of CUDA
-memory on a card, and digests by which both prove that they see the same.
+"""A base model's memory that two processes on one machine share (memory.layout: shared): a file on a CPU, handles of
+CUDA memory on a card, and digests by which both prove that they see the same.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _map(path: str) -> Tensor:
             view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
     except OSError as error:
         raise WrongInput(
-            f"memory.base: shared: the generator's base cannot be mapped ({path}: {error}); both processes must run in "
-            "one container, as one user; or set memory.base=own"
+            f"memory.layout: shared: the generator's base cannot be mapped ({path}: {error}); both processes must run "
+            "in one container, as one user; or set memory.layout=auto"
         ) from error
     return as_bytes(view)
 
@@ -134,7 +134,8 @@ def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     wrong = [f"{name}={os.environ[name]}" for name in _SETTINGS if "expandable_segments:true" in _setting(name)]
     if wrong:
         raise WrongInput(
-            f"memory.base: shared needs a generator without expandable segments, got {', '.join(wrong)}; leave that out"
+            f"memory.layout: shared needs a generator without expandable segments, got {', '.join(wrong)}; leave that "
+            "out"
         )
     torch.cuda.synchronize()  # what is being written must be there before another process reads it
     # Of the data and not of the parameter, whose class is vLLM's: the learner would import vLLM to open it.

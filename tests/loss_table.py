@@ -63,10 +63,11 @@ geometric mean, and sg the stop-gradient.
 
 {surrogates}
 
-Values are those of null; `learner.loss.cap`, `.band`, `.epsilon` and `.delta` replace them, and one that the objective
-does not have is refused. An objective with sg is reported, in `loss/total`, without its log π. `policy/clip_fraction`
-is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those that lost all of their
-gradient (tokens of advantage 0, which are trained with beta > 0 or a loss of your own alone, have none to lose).
+Values are those of the papers; `learner.loss.bounds={{cap: 3}}` replaces them (`cap`, `band`, `epsilon`, `delta`), and
+one that the objective does not have is refused. An objective with sg is reported, in `loss/total`, without its log π.
+`policy/clip_fraction` is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those
+that lost all of their gradient (tokens of advantage 0, which are trained with beta > 0 or a loss of your own alone,
+have none to lose).
 
 ## learner.loss.kind
 
@@ -117,7 +118,8 @@ A function in a file of yours, named by `learner.loss.ratio=my_loss.py:topr` (or
 - Tokens of advantage 0 are among them, of groups without signal too: a term that does not depend on A reaches them.
 - `tokens.weighted(w)` is w A, with the gradient w A d log π; `tokens.over_completions("sum" | "mean")` are the same
   tokens with s or g in place of r.
-- Parameters after the first are settings: `cap`, `band`, `epsilon` and `delta`, with the function's own defaults.
+- Parameters after the first are `learner.loss.bounds`: `cap`, `band`, `epsilon` and `delta`, with the function's own
+  defaults.
 - It is tried on six tokens before anything starts: an exception, a wrong shape, no gradient, infinity and NaN are
   refused in one line. Completions come whole, but with which others is not fixed: what is returned for one must not
   depend on the others, or the gradient depends on how the batch was split into micro-batches.

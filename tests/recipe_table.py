@@ -24,7 +24,7 @@ RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 CARDS = {"8 GB": "8", "12 GB": "12", "16 GB": "16", "24 GB": "24", "40 GB": "40", "80 GB": "80"}
 MODELS = ("14B", "7B", "3B", "1.5B", "0.5B")  # of Qwen2.5; a Coder model has the shape of its size
 OWN: dict[str, Any] = {}
-SHARED = {"memory": {"base": "shared"}}
+SHARED = {"memory": {"layout": "shared"}}
 SEPARATE = {"cluster": {"gpus": {"generator": 1, "learner": 1}}, "rollout": {"workers": 7}, "max_staleness": 1}
 ENOUGH = 8  # completions of full length at once: with fewer a card mostly waits
 TABLE = re.compile(r"^\| recipe \| 8 GB .*?\n(?=\n)", re.DOTALL | re.MULTILINE)

@@ -299,7 +299,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
         Row("smoke-engine", partial(engine, deliver, "", {})),
         Row("smoke-slices", partial(run, [*system.SLICES, "memory.device=24GiB"], "")),
         Row("smoke-kernels", partial(_kernels, options)),
-        Row("smoke-shared", partial(run, [*system.SLICES, "memory.device=24GiB", "memory.base=shared"], "")),
+        Row("smoke-shared", partial(run, [*system.SLICES, "memory.device=24GiB", "memory.layout=shared"], "")),
         Row("smoke-sleep", partial(engine, sleep_and_wake, "card", {})),
         Row("smoke-merged", partial(engine, deliver, "", {"push": "merged", "max_lora_rank": 0})),
         Row("smoke-nf4", partial(engine, deliver, "card and bitsandbytes", {"base": "nf4"})),
@@ -330,7 +330,7 @@ def _engine(
 def _run(options: argparse.Namespace, settings: list[str], needs: str, device: str) -> Found:
     _check(needs, device)
     if device == "cpu":  # which has no slices: two processes
-        shared = [setting for setting in settings if setting.startswith("memory.base")]
+        shared = [setting for setting in settings if setting.startswith("memory.layout")]
         settings = ["memory.device=3GiB", "model.dtype=float32", *shared]
     shape = system.TINY if options.tiny else SHAPES["Qwen2.5-0.5B"]
     return system.system(options, shape, 3 if options.tiny else 6, settings, device)

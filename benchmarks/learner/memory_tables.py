@@ -269,8 +269,8 @@ def four_roles() -> list[Arrangement]:
     return [
         Arrangement("four models, policy and value trained as a whole (AdamW)", 5, whole, models=2, adapters=0),
         Arrangement("four models, LoRA on policy and value", 5, lora, models=2),
-        Arrangement("one base for the four roles, one for the generator (`memory.base: own`)", 2, one),
-        Arrangement("one base for all five (`memory.base: shared`)", 1, one),
+        Arrangement("one base for the four roles, one for the generator (`memory.layout: auto`)", 2, one),
+        Arrangement("one base for all five (`memory.layout: shared`)", 1, one),
     ]
 
 

@@ -8,7 +8,7 @@ layers each family is sampled and scored alike. Sampler and learner are other pr
 largest difference of their logprobs of one token is rounding, or else one of them leaves something out. Synchronous, so
 that the policy's own change is in no difference. A family that is not asked for keeps what an earlier call found.
 
---shared-base: the learner on the generator's base (memory.base: shared) against the learner on its own, on a CPU:
+--shared-base: the learner on the generator's base (memory.layout: shared) against the learner on its own, on a CPU:
 logprobs, and the gradient of every part of the adapter, bit for bit; or why the base cannot be shared.
 """
 

@@ -1,5 +1,5 @@
 """Ranks of the learner on one machine: equal policies, what two gain over one, how evenly the work is divided, what a
-base in shards (memory.base: sharded) saves and costs, frozen and trained as a whole, and the loss of a rank in a step.
+base in shards (memory.layout: sharded) saves and costs, frozen and trained as a whole, the loss of a rank in a step.
 
     PYTHONPATH=. python -m benchmarks.learner.ranks                          a core for each rank, with gloo
     PYTHONPATH=. python -m benchmarks.learner.ranks --device cuda            all ranks on one card, with NCCL

@@ -44,10 +44,9 @@ QUIET_STEPS = 20  # at the end, without faults
 AGENTS_S = 75.0  # of a killed driver's Ray two agents end 60 s later, as their last report to it times out
 SETTINGS = (
     "name=chaos", "max_staleness=1", "rollout.workers=2", "cluster.learners=2", "learner.restarts=1000",
-    "cluster.deadlines.start=60", "cluster.deadlines.group=30", "cluster.deadlines.heartbeat=30", "checkpoint.every=5",
+    "cluster.patience=0.1", "checkpoint.every=5",
     "trackers=[]", "data.eval.every=50", "data.eval.size=100",
 )  # fmt: skip
-WITH_ENVIRONMENTS = ("env.timeout_s=10",)  # below deadlines.group
 WITHOUT_ENVIRONMENTS = ("cluster.rewards.processes=1",)
 
 
@@ -159,7 +158,7 @@ class Runs:
         self.run_dir, self.mark, self.starts = folder / "chaos", f"gleaner-chaos-{uuid.uuid4().hex}", 0
         self._total_steps, self._environ = total_steps, {**environ, "XDG_GLEANER_CHAOS": self.mark}
         self._words = [sys.executable, "-m", "learner.main", "--config", f"configs/{config}.yaml"]
-        more = WITH_ENVIRONMENTS if options.environments else WITHOUT_ENVIRONMENTS
+        more = () if options.environments else WITHOUT_ENVIRONMENTS
         self._words += [*SETTINGS, *more, f"output_dir={folder}"]
         self._words += options.overrides
         self._log = (folder / "output.log").open("ab")

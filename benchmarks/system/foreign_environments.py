@@ -188,11 +188,11 @@ def trl_2048(options: argparse.Namespace, folder: Path) -> None:
         "env": {
             "use": "trl_environment",
             "args": {"factory": f"{example}:Game2048Env", "rewards": [f"{example}:reward_score"]},
-            "max_turns": TURNS, "memory": "4GiB", "start_timeout_s": 120,
+            "max_turns": TURNS, "step_timeout_s": 60,
         },
         "rollout": {
             "num_generations": 4, "max_prompt_length": 192, "max_completion_length": 768, "kv_cache": "64MiB",
-            "max_num_seqs": 16,
+            "max_num_seqs": 16, "process_memory": "4GiB",
         },
         "learner": {"learning_rate": 1e-3, "groups_per_step": 4},
     }  # fmt: skip
@@ -271,12 +271,11 @@ def glossary(options: argparse.Namespace, folder: Path) -> None:
         "env": {
             "use": "verifiers",
             "args": {"python": python, "model": str(model), "renderer": RENDERER, "environment": GLOSSARY},
-            "max_turns": 4, "memory": "4GiB", "concurrency": 4, "start_timeout_s": 120, "step_timeout_s": 120,
-            "timeout_s": 240,
+            "max_turns": 4, "concurrency": 4, "step_timeout_s": 120,
         },
         "rollout": {
             "num_generations": 4, "max_prompt_length": 512, "max_completion_length": 256, "kv_cache": "64MiB",
-            "max_num_seqs": 8,
+            "max_num_seqs": 8, "process_memory": "4GiB",
         },
         "learner": {"learning_rate": 1e-3, "groups_per_step": 2},
     }  # fmt: skip

@@ -75,7 +75,7 @@ class Learning:
     value_rank: int = 0  # of PPO's value, an adapter on the same targets; 0: there is none
     exact: bool = False  # learner.reduce: gradients are added in two float64 parts
     undo: bool = False  # of several ranks each keeps in main memory what its step began with
-    ranks: int = 1  # over which the base is divided (memory.base: sharded)
+    ranks: int = 1  # over which the base is divided (memory.layout: sharded)
     fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
 
     def keeps_floats(self, shape: Shape) -> bool:
@@ -94,7 +94,7 @@ class Learning:
         return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda
 
 
-# The memory model of a learner's base that is divided among its ranks (memory.base: sharded). Pure functions.
+# The memory model of a learner's base that is divided among its ranks (memory.layout: sharded). Pure functions.
 
 LAYERS = 3  # that are whole at once: the one at work, the next, gathered meanwhile, and the buffer that it arrives in
 FILE_BYTES = 2**30  # of this rank's rows that a checkpoint of a whole model writes at once
@@ -192,7 +192,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
       each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
       optimizers round (see learner.trainer.optimizer). PPO's value: the same again of its own n and of a
       float32 head of h.
-      In shards (memory.base: sharded) 4 n masters, n being this rank's.
+      In shards (memory.layout: sharded) 4 n masters, n being this rank's.
     gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.optimizer) take another 16 n.
     optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
       in host memory when the device is full.

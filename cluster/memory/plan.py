@@ -96,11 +96,9 @@ class Wish:
     layouts: tuple[Layout, ...] = ("slices", "alternating")
     exact: bool = False  # learner.reduce
     undo: bool = False  # the learner has several ranks
-    shared: bool = False  # memory.base: shared: one base for both roles, the generator's
-    base_ranks: int = 1  # over which the learner's base is divided (memory.base: sharded)
+    shared: bool = False  # memory.layout: shared: one base for both roles, the generator's
+    base_ranks: int = 1  # over which the learner's base is divided (memory.layout: sharded)
     cuda: bool = True
-    learner_cap: int | None = None  # bytes that a role may have at most
-    generator_cap: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +193,18 @@ def host_bytes(
     """Main memory of one machine that runs the plan.
 
     driver, ray, rewards (`reward_processes` in all; a function of the user's that loads a model takes
-      its own on top, up to rollout.reward_memory): measured. learner, generators: their processes without a model,
+      its own on top, up to rollout.process_memory): measured. learner, generators: their processes without a model,
       measured on a CPU, and CUDA's libraries (estimate).
     reward_models: bytes of the weights that each reward process loads for `use: sequence_classifier`; with any, it
       holds torch as well, as the learner's process does.
     environments: as many at once beside each generator, measured with tools in Python; what they load themselves comes
-      on top, up to env.memory.
+      on top, up to rollout.process_memory.
     object_store: what it may take; Ray keeps it in /dev/shm.
     asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
     learners: ranks of the learner, each with its own of what follows.
-    offloaded: learner.offload_boundaries. undo: of several ranks, what each step began with. paged: the states of
-      paged_adamw_8bit, once the card is full. policy: whole weights, where the generators read them (of those that come
-      through the object store, where the processes of a generator of several do).
+    offloaded: with learner.checkpointing=offloaded. undo: of several ranks, what each step began with. paged: the
+      states of paged_adamw_8bit, once the card is full. policy: whole weights, where the generators read them (of those
+      that come through the object store, where the processes of a generator of several do).
     passing: the most of what comes and goes: the learner's weights as they are loaded (4 bits and shards matrix by
       matrix), copies of a push of whole weights, or what a checkpoint of a whole model is writing. vLLM
       reads mapped files: those pages are cache, and given back when memory is wanted.
@@ -289,14 +287,13 @@ def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
 
 
 def _search(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | None:
-    fitting = (p for p in _candidates(shape, device_bytes, work, wish) if _fits(p, wish))
+    fitting = (p for p in _candidates(shape, device_bytes, work, wish) if _fits(p))
     best = next(fitting, None)
     return None if best is None else _with_more_kv(best, work, wish)
 
 
-def _fits(found: Plan, wish: Wish) -> bool:
-    caps = ((wish.learner_cap, found.learner_bytes), (wish.generator_cap, found.generator_bytes))
-    return found.device_peak <= USABLE * found.device_bytes and all(cap is None or need <= cap for cap, need in caps)
+def _fits(found: Plan) -> bool:
+    return found.device_peak <= USABLE * found.device_bytes
 
 
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
@@ -381,7 +378,7 @@ def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
         size = cache_bytes(found.shape, wish.kv_dtype, work.whole, count, cuda=wish.cuda)
         here = size // work.shards if wish.cuda else size
         more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": here})
-        if _fits(more, wish):
+        if _fits(more):
             return more
         count -= max(1, count // 16)
     return found
@@ -401,7 +398,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
             ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
         )
     if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and work.generators == 1:
-        changes.append(("memory.base=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
+        changes.append(("memory.layout=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
     changes.extend((text, work, divided) for text, divided in _divided(wish))
     if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
         changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
@@ -426,10 +423,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         and _search(shape, device_bytes, work, replace(wish, layouts=("separate",), shared=False))
     ):
         yield "a second card of this size (cluster.gpus.generator=1, cluster.gpus.learner=1)"
-    if small.device_peak > USABLE * device_bytes:
-        yield f"{'a card' if wish.cuda else 'memory.device'} of {gib(small.device_peak / USABLE)}"
-    else:
-        yield "memory.learner and memory.generator (auto leaves them to the plan)"
+    yield f"{'a card' if wish.cuda else 'memory.device'} of {gib(small.device_peak / USABLE)}"
 
 
 def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
@@ -441,7 +435,7 @@ def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
         return
     for times in (2, 4) if full else (2,):
         divided = replace(wish, base="none", base_ranks=times * wish.base_ranks, exact=not full)
-        yield f"memory.base=sharded with cluster.learners={divided.base_ranks}, a card each", divided
+        yield f"memory.layout=sharded with cluster.learners={divided.base_ranks}, a card each", divided
 
 
 def _other_models(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[str]:

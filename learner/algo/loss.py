@@ -127,7 +127,7 @@ def function_of(ratio: str) -> Callable[..., Objective]:
 
 def objective_of(tokens: Tokens, config: LossConfig) -> Objective:
     """([N] objective, [N] bool) by config.ratio and its settings. Raises what a user's function raises."""
-    return function_of(config.ratio)(tokens, **config.bounds)
+    return function_of(config.ratio)(tokens, **config.arguments)
 
 
 def try_surrogate(config: LossConfig) -> None:
@@ -139,15 +139,15 @@ def try_surrogate(config: LossConfig) -> None:
     function = function_of(config.ratio)
     takes = inspect.signature(function).parameters
     named = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
-    for name, value in config.bounds.items():
+    for name, value in config.arguments.items():
         if name not in takes and not named:
             raise WrongInput(
-                f"learner.loss.{name}: {config.ratio} has no parameter {name}; add it to the function, or leave it out "
-                f"(got {value})"
+                f"learner.loss.bounds.{name}: {config.ratio} has no parameter {name}; add it to the function, or leave "
+                f"it out (got {value})"
             )
     tokens = _example()
     try:
-        wrong = _wrong_with(function(tokens, **config.bounds), tokens)
+        wrong = _wrong_with(function(tokens, **config.arguments), tokens)
     except Exception as error:
         text = f"{type(error).__name__}: {said(error)}{_line_of(error, function)}"
         raise WrongInput(f"{KEY}: {config.ratio} raised {text}") from error

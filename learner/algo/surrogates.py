@@ -13,9 +13,10 @@ No import of torch here: the driver reads the table, and has no torch. Tensors h
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator, with_config
+from typing_extensions import TypedDict
 
 from cluster.config import Frozen, Positive
 from learner.algo.advantage import ADVANTAGES, LOSSES
@@ -29,13 +30,17 @@ Interval = tuple[float, float]
 Objective = tuple["Tensor", "Tensor"]
 
 
-class Bounds(TypedDict, total=False):
-    """Settings that a surrogate may have. A new one is a field of learner.algo.surrogates.LossConfig too."""
+Upper = Annotated[float, Field(ge=1, allow_inf_nan=True)]
 
-    epsilon: Interval  # below and above 1
-    delta: float
-    cap: float
-    band: Interval
+
+@with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
+class Bounds(TypedDict, total=False):
+    """Arguments that a surrogate may have, each as it may be by itself."""
+
+    epsilon: tuple[Positive, Positive]  # below and above 1
+    delta: Positive
+    cap: Annotated[float, Field(ge=1)]
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Upper]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +195,11 @@ class LossConfig(Frozen):
     `dr_grpo` divides by a constant. `dapo` for long completions of different lengths."""
     ratio: Annotated[str, Field(examples=[*SURROGATES, OWN])] = "masked"
     """What bounds the ratio of policy to sampler: [losses.md](losses.md) has equations, papers, and how to write one of
-    your own. `sequence_mask` is TRL's default; `clip` is PPO's and goes with `updates_per_batch`. The four bounds below
-    belong to some of them, and are the paper's values where they are null."""
-    epsilon: tuple[Positive, Positive] | None = None
-    """The clip range of the ratio, below and above 1."""
-    delta: Positive | None = None
-    """The most that the ratio of a completion with a negative advantage counts; above the clip range."""
-    cap: Annotated[float, Field(ge=1)] | None = None
-    """The most that a ratio counts."""
-    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]] | None = None
-    """Tokens whose ratio is outside of it are dropped; `.inf` as its upper end drops none above 1."""
+    your own. `sequence_mask` is TRL's default; `clip` is PPO's and goes with `updates_per_batch`."""
+    bounds: Bounds = Field(default_factory=lambda: Bounds())
+    """Arguments of `ratio`; what is left out has the paper's value. `epsilon: [low, high]` is the clip range below and
+    above 1; `delta` is the most that the ratio of a completion with a negative advantage counts, above the clip range;
+    `cap` is the most that a ratio counts; tokens outside of `band: [low, high]` are dropped (`.inf`: none above)."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference. With LoRA that is the model with its adapter switched off, no second model;
     with `learner.mode: full` a second set of weights (`model.reference_dtype`). Raise it to stay close."""
@@ -225,12 +225,10 @@ class LossConfig(Frozen):
         return not self.own and SURROGATES[self.ratio].several_updates
 
     @property
-    def bounds(self) -> Bounds:
-        """The settings of the chosen surrogate; of a user's own those that are given, the others are its defaults."""
+    def arguments(self) -> Bounds:
+        """Of the chosen surrogate, all of them; of a user's own those that are given, the others are its defaults."""
         papers = Bounds() if self.own else SURROGATES[self.ratio].settings
-        names = Bounds.__annotations__ if self.own else papers
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return cast(Bounds, papers | given)
+        return papers | self.bounds
 
     @field_validator("ratio")
     @classmethod
@@ -242,21 +240,37 @@ class LossConfig(Frozen):
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"must be one of {', '.join(SURROGATES)}, or a function of your own as {OWN}{hint}")
 
+    @field_validator("bounds", mode="before")
+    @classmethod
+    def _bounds_are_numbers(cls, bounds: Any) -> Any:
+        """To Python true is 1."""
+        if not isinstance(bounds, dict):
+            raise ValueError(f"must be given by name, for example {{cap: 2}} (got {bounds!r})")
+        for name, value in bounds.items():
+            if name not in Bounds.__annotations__:
+                raise ValueError(
+                    f"must be {', '.join(Bounds.__annotations__)}, got {name!r}; take the one that is meant, or leave "
+                    "it out"
+                )
+            if any(isinstance(one, bool) for one in (value if isinstance(value, list | tuple) else [value])):
+                raise ValueError(f"{name} must be a number, or two (got {value})")
+        return bounds
+
     @model_validator(mode="after")
     def _bounds_are_used(self) -> "LossConfig":
-        bounds = self.bounds
-        for name in Bounds.__annotations__:
-            value = getattr(self, name)
-            if value is not None and name not in bounds:
+        known = self.arguments if self.own else SURROGATES[self.ratio].settings
+        for name, value in self.bounds.items():
+            if name not in known:
                 users = ", ".join(ratio for ratio, row in SURROGATES.items() if name in row.settings)
                 shown = list(value) if isinstance(value, tuple) else value
                 raise ValueError(
-                    f"{name}: belongs to ratio: {users}, and {self.ratio} has none; leave it out, or set one of them "
-                    f"(got {name}={shown})"
+                    f"bounds.{name}: belongs to ratio: {users}, and {self.ratio} has none; leave it out, or set one of "
+                    f"them (got {name}={shown})"
                 )
-        if "delta" in bounds and "epsilon" in bounds and bounds["delta"] <= 1 + bounds["epsilon"][1]:
+        found = self.arguments
+        if "delta" in found and "epsilon" in found and found["delta"] <= 1 + found["epsilon"][1]:
             raise ValueError(
-                f"delta: must be above 1 + epsilon's upper part, {1 + bounds['epsilon'][1]:g}, or it would cut what "
-                f"the clip lets through; raise it (got {bounds['delta']:g})"
+                f"bounds.delta: must be above 1 + epsilon's upper part, {1 + found['epsilon'][1]:g}, or it would cut "
+                f"what the clip lets through; raise it (got {found['delta']:g})"
             )
         return self

@@ -115,7 +115,7 @@ class TrainResult:
         file = self.run_dir / "config.yaml"
         if not file.is_file():
             return []
-        watch = SignalWatch(load.load_config(str(file), []))
+        watch = SignalWatch(load.load_config(str(file), [], of_a_run=True))
         for row in self.metrics:
             if row["step"]:
                 watch.add(row)

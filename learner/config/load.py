@@ -5,7 +5,8 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ValidationError
 
+from cluster.config import Deadlines
 from cluster.reading import (
     ConfigError,
     dump,
@@ -23,6 +25,8 @@ from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of, masked
 from rewards.functions import SUFFIX
+from rewards.limits import DEFAULT_MEMORY as DEFAULT_REWARD_MEMORY
+from rollout.config import DEFAULT_ENVIRONMENT_MEMORY, parse_size
 from rollout.data.hub import ChatError, commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.loader import NAMES, PATHS
@@ -72,8 +76,119 @@ __all__ = [
 OVERSAMPLE = (
     "running ahead gives more where completions differ in length; set max_staleness=1 and rollout.in_flight=continue"
 )
-# Keys that other programs have, or earlier versions had, and why there is none here.
-RENAMED_OR_GONE = {"oversample": OVERSAMPLE}
+# Keys that other programs have, and why there is none here.
+NONE_HERE = {"oversample": OVERSAMPLE}
+
+# Keys of earlier versions. Who writes one is told where it went; what a run folder has recorded is translated.
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A key that earlier versions had. now: where it went, and why; value: (key, value) of today that an old value
+    stands for, or None where it stands for what is done anyway."""
+
+    key: str
+    now: str
+    value: Callable[[Any], tuple[str, Any] | None] = lambda _: None
+    settled: bool = False  # what a run recorded of it is what a plan had made of it
+
+    def sentence(self, given: Any) -> str:
+        """Field, rule, next step, value."""
+        try:
+            found = self.value(given)
+        except (TypeError, ValueError):  # it was no value of the old key either
+            return f"{self.key}: {self.now} (got {_shown(given)})"
+        mend = "leave it out" if found is None else f"write {found[0]}={_as_written(found[1])}"
+        return f"{self.key}: {self.now}; {mend} (got {_shown(given)})"
+
+
+def _same(key: str, old: Any = None) -> Callable[[Any], tuple[str, Any] | None]:
+    """The same value, of another key; of the old default nothing."""
+    return lambda given: None if given == old else (key, given)
+
+
+def _patience(seconds: float) -> Callable[[Any], tuple[str, Any] | None]:
+    """The factor that makes that many seconds of the default."""
+    return lambda given: ("cluster.patience", round(given / seconds, 3))
+
+
+BOUNDS = "is an argument of learner.loss.ratio now, in learner.loss.bounds"
+MOVED = (
+    *(
+        Moved(f"learner.loss.{name}", BOUNDS, _same(f"learner.loss.bounds.{name}"))
+        for name in ("epsilon", "delta", "cap", "band")
+    ),
+    Moved(
+        "learner.offload_boundaries", "is a choice of learner.checkpointing now",
+        lambda given: ("learner.checkpointing", "offloaded") if given else None,
+    ),
+    Moved("memory.base", "is a choice of memory.layout now", _same("memory.layout", "own")),
+    Moved("memory.generator", "is gone: the plan divides memory.device, and rollout.kv_cache is what may be set"),
+    Moved("memory.learner", "is gone: the learner has what the generators leave of memory.device"),
+    Moved("guard.steps", "is gone: it is always 5"),
+    *(
+        Moved(
+            f"cluster.deadlines.{name}", "is a part of cluster.patience now, one factor on all waits",
+            _patience(seconds), settled=name == "push",
+        )
+        for name, seconds in Deadlines()
+    ),
+    Moved("env.timeout_s", "is a third of what one group may take now, by cluster.patience", _patience(300.0)),
+    Moved(
+        "env.start_timeout_s", "is twice env.step_timeout_s now",
+        lambda given: None if given <= 60 else ("env.step_timeout_s", given / 2),
+    ),
+    Moved(
+        "rollout.reward_memory", "is rollout.process_memory now, of environments' processes as well",
+        _same("rollout.process_memory", DEFAULT_REWARD_MEMORY),
+    ),
+    Moved(
+        "env.memory", "is rollout.process_memory now, of reward processes as well",
+        lambda given: None if (size := parse_size(given)) <= DEFAULT_ENVIRONMENT_MEMORY
+        else ("rollout.process_memory", max(size, DEFAULT_REWARD_MEMORY)),
+    ),
+)  # fmt: skip
+
+
+def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run folder has recorded, with the keys of today. Of several that have become one the largest
+    number counts: nothing is cut shorter than it was."""
+    found = copy.deepcopy(dict(tree))
+    for moved in MOVED:
+        *above, key = moved.key.split(".")
+        inner: Any = found
+        for part in above:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or key not in inner:
+            continue
+        try:
+            now = moved.value(inner.pop(key))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{moved.key}: {error}") from None
+        if not inner:
+            _at(found, ".".join(above[:-1])).pop(above[-1])
+        if now is not None and not moved.settled:
+            name, value = now
+            there = _at(found, name)
+            both = isinstance(value, int | float) and isinstance(there, int | float)
+            assign(found, name, max(value, there) if both else value)
+    return found
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value of a dotted key, of "" the whole tree; None where there is none."""
+    for part in filter(None, key.split(".")):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def recorded(given: object) -> RunConfig:
+    """The configuration that a run folder or checkpoint has recorded, also one of before keys were renamed. Raises
+    ConfigError."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"config: must be a mapping, got {type(given).__name__}")
+    return validated(since_moved(given))
+
 
 # Of keys that one would rather give one value.
 EXAMPLES = {
@@ -89,14 +204,16 @@ INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
-def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_config(path: str | None, overrides: Sequence[str], *, of_a_run: bool = False) -> RunConfig:
     """The validated configuration of a file (or none) with `a.b=value` overrides on top.
 
+    of_a_run: the file is what a run has recorded, whose keys may be those of an earlier version.
     Raises ConfigError. List items are reached by index: rewards.0.weight=2.
     """
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
         raise ConfigError(_no_setting(max(other, key=lambda word: word.startswith("-"))))
     tree = read_yaml(Path(path)) if path is not None else {}
+    tree = since_moved(tree) if of_a_run else tree
     texts = _texts()
     for override in overrides:
         key, _, text = override.removeprefix("--").partition("=")
@@ -250,7 +367,21 @@ def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
     """Of one pydantic error; rules between settings (learner.config.run) come as whole sentences, a line each."""
     if not mistake["loc"] and mistake["type"] == "value_error":
         return str(mistake["msg"]).removeprefix("Value error, ").splitlines()
+    if mistake["type"] == "extra_forbidden" and (moved := list(_moved(mistake["loc"], mistake["input"]))):
+        return moved
     return [_sentence(mistake, root)]
+
+
+def _moved(location: Sequence[Any], given: Any) -> Iterator[str]:
+    """What is said of a key that has moved, or of all those in a section that has."""
+    where = ".".join(map(str, location))
+    for moved in MOVED:
+        if moved.key == where:
+            yield moved.sentence(given)
+        elif isinstance(given, Mapping) and moved.key.startswith(f"{where}."):
+            inner = moved.key.removeprefix(f"{where}.")
+            if inner in given:
+                yield moved.sentence(given[inner])
 
 
 def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
@@ -271,7 +402,7 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
 def _unknown(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """What is said of a key that there is not: where it has its place, or the nearest one."""
     *above, key = map(str, error["loc"])
-    if (why := RENAMED_OR_GONE.get(key)) is not None:
+    if (why := NONE_HERE.get(key)) is not None:
         return f"there is no such key: {why} (got {_shown(error['input'])})"
     peft = of_peft(key)
     if peft is not None and above == ["learner", "lora"]:

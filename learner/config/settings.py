@@ -10,8 +10,9 @@ from cluster.config import ClusterConfig, Frozen, Positive
 from cluster.memory.shape import LoraRank, OptimizerKind
 from cluster.trackers import known_tracker
 from learner.algo.surrogates import LossConfig
+from learner.config.arrangement import ARRANGEMENTS, Arrangement
 from rewards.config import RewardConfig
-from rollout.config import Bytes, BytesOrAuto, DataConfig, RolloutConfig
+from rollout.config import Bytes, DataConfig, RolloutConfig
 from rollout.data.hub import joined
 from rollout.env.config import EnvConfig
 
@@ -118,11 +119,10 @@ class LearnerConfig(Frozen):
     schedule: ScheduleConfig = ScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
-    checkpointing: Literal["none", "full", "mlp", "auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Activations that are computed twice instead of kept: of no layer, all, the MLPs, or the first k layers; `auto`:
-    by the memory plan. Less memory, the same gradient to the bit."""
-    offload_boundaries: bool = False
-    """What `checkpointing: full` keeps goes to host memory; for very long sequences."""
+    checkpointing: Literal["none", "full", "mlp", "offloaded", "auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Activations that are computed twice instead of kept: of no layer, all, the MLPs, or the first k layers;
+    `offloaded`: of all, and what `full` keeps goes to host memory, for very long sequences; `auto`: by the memory plan.
+    Less memory, the same gradient to the bit."""
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tokens of a micro-batch, a shared prompt counted once; `auto`: by the memory plan, 8192 without one. The gradient
     does not depend on it; it is halved, and the step taken again, when memory runs out."""
@@ -131,8 +131,18 @@ class LearnerConfig(Frozen):
     (`cluster.learners`) changes no bit; 16 bytes more for each weight of the adapter, and finer micro-batches. `fast`:
     in float32. `auto`: `exact` with several ranks, of LoRA."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Times that a learner which died or hangs (`cluster.deadlines.heartbeat`) is replaced, and the run goes on by
+    """Times that a learner which died or hangs (`cluster.patience`) is replaced, and the run goes on by
     itself from the last checkpoint. Set it for long runs that nobody watches."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is kept of activations goes to host memory."""
+        return self.checkpointing == "offloaded"
+
+    @property
+    def recomputed(self) -> Literal["none", "full", "mlp", "auto"] | int:
+        """Of which layers activations are computed twice."""
+        return "full" if self.checkpointing == "offloaded" else self.checkpointing
 
     @property
     def pushes_adapters(self) -> bool:
@@ -179,25 +189,20 @@ class ModelConfig(Frozen):
 
 
 class MemoryConfig(Frozen):
-    """Two budgets, in bytes. `auto` leaves layout and budgets to the plan (cluster.memory.plan), which also settles
-    learner.checkpointing, learner.token_budget and rollout.kv_cache where these are auto."""
+    """What the memory plan is made for (cluster.memory.plan), which settles learner.checkpointing, learner.token_budget
+    and rollout.kv_cache where these are auto, and leaves the learner what the generators do not have."""
 
     device: Bytes | None = None
     """Memory of one card (on a CPU: of what both roles may have), for which the plan is made, and to which it is kept.
-    null: on cards what is free on them; on a CPU nothing is held to a limit but the learner to `memory.learner`, if
-    that is set. Set it to leave a part of a card to others."""
-    layout: Literal["separate", "slices", "alternating", "auto"] = "auto"
-    """`separate` cards, two `slices` of one, or `alternating`: the generators sleep while the learner trains."""
-    base: Literal["own", "shared", "sharded"] = "own"
-    """`shared`: one copy of the base for both roles; the generator owns it, the learner maps it. For LoRA with one
-    generator on the learner's card, where a second copy of the weights would not fit. `sharded`: several
-    `cluster.learners` divide the learner's copy among them, and gather it layer by layer; for LoRA on a base that one
-    card has no room for, and with `learner.mode: full` the optimizer's states and gradients are divided as well."""
-    generator: BytesOrAuto = "auto"
-    """The most that the plan may give a generator, all of it. Set it to divide a card by hand. Of vLLM the KV cache is
-    held to the plan."""
-    learner: BytesOrAuto = "auto"
-    """The most that the learner's tensors may take, without the CUDA context of about 0.5 GB."""
+    null: on cards what is free on them; on a CPU nothing is held to a limit. Set it to leave a part of a card to
+    others."""
+    layout: Literal["auto", "separate", "slices", "alternating", "shared", "sharded"] = "auto"
+    """How the roles lie on the hardware: `separate` cards, two `slices` of one, or `alternating`: the generators sleep
+    while the learner trains; `auto`: one of these, by `cluster.gpus` and the memory plan. `shared`: slices, with one
+    copy of the base for both roles; the generator owns it, the learner maps it. For LoRA with one generator on the
+    learner's card, where a second copy of the weights would not fit. `sharded`: several `cluster.learners` divide the
+    learner's copy among them, and gather it layer by layer; for LoRA on a base that one card has no room for, and with
+    `learner.mode: full` the optimizer's states and gradients are divided as well."""
 
 
 class CheckpointConfig(Frozen):
@@ -223,13 +228,11 @@ class EarlyStopConfig(Frozen):
 
 
 class GuardConfig(Frozen):
-    """Stops a run whose learner and sampler disagree: mean k3 (nats) above `mismatch_k3`, `steps` steps in a row."""
+    """Stops a run whose learner and sampler disagree: mean k3 (nats) above `mismatch_k3`, several steps in a row."""
 
     mismatch_k3: Positive | None = 1e-2
-    """Most `policy/mismatch_k3`, in nats; null: the run is never stopped for it. Raise it for a staleness at which the
-    policy moves far."""
-    steps: Annotated[int, Field(ge=1)] = 5
-    """Steps in a row above it that end the run, with a checkpoint and the reason."""
+    """Most `policy/mismatch_k3`, in nats: five steps in a row above it end the run, with a checkpoint and the reason.
+    null: the run is never stopped for it. Raise it for a staleness at which the policy moves far."""
 
 
 class Settings(Frozen):
@@ -278,8 +281,12 @@ class Settings(Frozen):
     def weights_stay(self) -> bool:
         """Whether a policy that goes to generators of the learner's machine stays in the learner's memory
         (rollout.weights). Of several ranks that are replaced one by one it must outlive the one that sent it."""
-        replaced = self.cluster.learners > 1 and self.memory.base != "sharded"
-        return not self.learner.pushes_adapters and not replaced
+        return not self.learner.pushes_adapters and not self.arrangement.undoes(self)
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How the roles lie on the hardware; `auto` before a plan has chosen."""
+        return ARRANGEMENTS[self.memory.layout]
 
     @property
     def kv_dtype(self) -> str:
@@ -303,9 +310,15 @@ class Settings(Frozen):
     @property
     def group_deadline_s(self) -> float:
         """Seconds that a group may take which waits behind the others that its generator is asked for at once:
-        cluster.deadlines.group for each round of completions that are decoded, or played, at once."""
+        the deadline of a group for each round of completions that are decoded, or played, at once."""
         at_once = self.rollout.sequences if self.env.use is None else self.trajectories
         return self.cluster.deadlines.group * math.ceil(self.under_way / at_once)
+
+    @property
+    def trajectory_s(self) -> float:
+        """Seconds that a trajectory may take, generation included: well below what the generator counts as hung by that
+        plays it."""
+        return self.cluster.deadlines.group / 3
 
     @property
     def run_dir(self) -> Path:

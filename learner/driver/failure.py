@@ -77,7 +77,7 @@ def lost_as_it_starts() -> Iterator[None]:
 
 class WatchedLearner:
     """An Actor around the learner's. silence_s: a process that does not answer for so long, or a step without progress
-    for so long, counts as hung (cluster.deadlines.heartbeat)."""
+    for so long, counts as hung (cluster.config.Deadlines)."""
 
     def __init__(self, actor: Actor[TrainerService], silence_s: float) -> None:
         self.actor, self._silence_s = actor, silence_s
@@ -128,7 +128,7 @@ class WatchedLearner:
             what = "has not got on" if answered else "is without an answer, and so is its process,"
             raise LearnerLost(
                 f"{self.name}: {method.__name__} {what} for {self._silence_s:.0f} s: it hangs (py-spy dump tells "
-                f"where; raise cluster.deadlines.heartbeat={self._silence_s:g} if one micro-batch may take longer)"
+                f"where; raise cluster.patience if one micro-batch may take longer)"
             ) from None
 
 

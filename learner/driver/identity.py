@@ -17,12 +17,11 @@ from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any
 
-from pydantic import ValidationError
-
 from cluster.errors import WrongInput
 from cluster.files import digest_of
-from cluster.reading import Unreadable, printable, read_mapping, read_text
+from cluster.reading import ConfigError, Unreadable, printable, read_json, read_mapping
 from learner.config import RunConfig
+from learner.config.load import recorded
 from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.model.adapter_config import MODEL
 from rewards import functions as pickled
@@ -251,9 +250,9 @@ def _revision(name: str) -> str:
 
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "env", "rollout", "learner")
 FREE = (
-    "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.reward_memory",
-    "learner.token_budget", "learner.checkpointing", "learner.offload_boundaries", "learner.restarts", "data.eval",
-    "env.variables", "env.concurrency", "env.memory",
+    "rollout.workers", "rollout.kv_cache", "rollout.max_num_seqs", "rollout.reward_workers", "rollout.process_memory",
+    "learner.token_budget", "learner.checkpointing", "learner.restarts", "data.eval",
+    "env.variables", "env.concurrency",
 )  # fmt: skip
 BY_CONTENT = (
     "model.path", "model.revision", "model.adapter", "model.reference", "learner.value.start",
@@ -325,11 +324,12 @@ def _from(run_dir: Path) -> str:
 def config_of(folder: Path) -> RunConfig:
     """The settings that a checkpoint was made with. Raises WrongInput."""
     try:
-        return RunConfig.model_validate_json(read_text(folder / "config.json"))
-    except ValidationError as error:
+        return recorded(read_json(folder / "config.json"))
+    except ConfigError as error:
+        first = str(error).splitlines()[0]
         raise WrongInput(
             f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
-            f"({error.errors()[0]['msg']}); give this run another name="
+            f"({first}); give this run another name="
         ) from None
     except (Unreadable, FileNotFoundError) as error:
         raise WrongInput(_unreadable(error)) from None

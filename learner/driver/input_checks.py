@@ -76,7 +76,7 @@ class Trial:
             self.close()
             raise WrongInput(
                 f"{self._key}: {self._module} did not come to an end within {self._deadline:g} s "
-                f"(cluster.deadlines.start); give another {self._what}, or a longer deadline"
+                f"(cluster.patience); give another {self._what}, or raise that"
             )
         out, err = written(self._out), written(self._err)
         try:
@@ -383,7 +383,7 @@ def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
 
 
 async def _begun(config: RunConfig, problem: Problem) -> Start | Asked:
-    forks = Forks(spec_of(config.env))
+    forks = Forks(spec_of(config.env, config.rollout.environment_memory))
     env = EnvironmentProcess(forks, config.env)
     try:
         return await env.reset(problem, config.seed)

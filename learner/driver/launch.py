@@ -6,29 +6,29 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, ValueLost
 from cluster.buffer import Buffer, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.files import writing
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from cluster.trackers import PROMETHEUS
 from learner.config import RunConfig, roles
+from learner.config.arrangement import Arrangement
 from learner.config.load import to_yaml
 from learner.driver import checkpoint, process
+from learner.driver.arrangement import hooks_of
 from learner.driver.checkpoint import publish
 from learner.driver.console import Phases, Progress
 from learner.driver.evaluate import HeldOut, RewardModels, sampled
 from learner.driver.failure import LearnerLost, RunEnded, first_of, sentence_of
 from learner.driver.identity import Fingerprints
-from learner.driver.loop import Batches, CardTurns, Loop, Schedule, Updates, WeightSync
+from learner.driver.loop import Batches, Loop, Schedule, Updates, WeightSync
 from learner.driver.memory import PlanFile, stored_bytes
 from learner.driver.metrics import MismatchGuard, SignalWatch
 from learner.driver.preflight import Prepared
@@ -145,7 +145,7 @@ def _inputs(prepared: Prepared, weights_stay: bool) -> Inputs:
         prepared.problems,
         prepared.heldout,
         prepared.fingerprints,
-        prepared.budgets.alternating,
+        prepared.budgets.arrangement,
         weights_stay,
     )
 
@@ -212,8 +212,7 @@ BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long 
 class Inputs:
     """What a run is, apart from its processes.
 
-    alternating: generators and learner take turns on one card. weights_stay: as of
-    learner.driver.roles.Processes.
+    arrangement: how the roles lie on the hardware. weights_stay: as of learner.driver.roles.Processes.
     """
 
     config: RunConfig
@@ -221,7 +220,7 @@ class Inputs:
     problems: ProblemStream
     heldout: Sequence[Problem]
     fingerprints: Fingerprints
-    alternating: bool = False
+    arrangement: Arrangement
     weights_stay: bool = False
 
 
@@ -240,12 +239,9 @@ def wire(
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
-    if config.memory.base == "shared":
-        for producer in producers:
-            producer.worker.replacing = partial(replacing_owner, producer.worker.actor, trainer, deadlines)
     metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
     sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay)
-    turns = CardTurns(inputs.alternating, trainer, producers, deadlines.push)
+    turns = hooks_of(inputs.arrangement).wired(trainer, producers, deadlines)
     record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
     reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)
     loop = Loop(
@@ -301,26 +297,6 @@ class Restarts:
         return True
 
 
-# memory.base: shared. The one copy of the base belongs to the generator; the learner maps it.
-
-
-@asynccontextmanager
-async def replacing_owner(
-    generator: Actor[RolloutService], trainer: Actor[TrainerService], deadlines: DeadlineConfig
-) -> AsyncIterator[None]:
-    """Inside of it a fresh generator is started in the place of a lost one.
-
-    The learner lets the lost one's base go first, after its step, so that two bases never lie in memory at once; then
-    it takes the fresh one's. If none starts, the learner stays without.
-
-    Raises LearnerError if it cannot take it; ActorDied or DeadlineExceeded if the fresh generator is lost as well.
-    """
-    await trainer.call(TrainerService.detach_base, deadlines.step)
-    yield
-    manifest = await generator.call(RolloutService.share_base, deadlines.start)
-    await trainer.call(TrainerService.attach_base, deadlines.start, manifest)
-
-
 # Reward processes that serve all generators, watched: Ray starts those again that end, and nobody those that hang.
 
 log = logging.getLogger("learner")
@@ -337,7 +313,7 @@ class Patience:
     start_s: float
 
     @classmethod
-    def of(cls, deadlines: DeadlineConfig) -> Self:
+    def of(cls, deadlines: Deadlines) -> Self:
         return cls(min(deadlines.heartbeat / 2, deadlines.group / 4), min(deadlines.start, deadlines.group / 2))
 
 
@@ -371,5 +347,5 @@ async def _started(process: Remote[RewardServer], deadline_s: float) -> None:
         raise RunEnded(
             f"{process.name}: it was lost, and no fresh process has started within {deadline_s:g} s: its node is gone, "
             "or none has room (cluster.rewards); start the same command again when there is, or raise "
-            "cluster.deadlines.start and .group"
+            "cluster.patience"
         ) from None

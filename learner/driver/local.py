@@ -20,6 +20,7 @@ from cluster.actor import Actor, Local, RevivableActor, Shared
 from cluster.files import Digest, digests_in, writing
 from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
+from learner.config.arrangement import Arrangement
 from learner.driver import checkpoint
 from learner.driver.console import Phases, Progress
 from learner.driver.identity import Fingerprints
@@ -83,12 +84,12 @@ def local_run(
     generators: Sequence[RevivableActor[RolloutService]] | None = None,
     trainer: Actor[TrainerService] | None = None,
     resumed_step: int = 0,
-    alternating: bool = False,
+    arrangement: Arrangement | None = None,
     weights_stay: bool = False,
 ) -> LocalRun:
     """A run that leaves its files in `folder`; two fake generators and a fake trainer where none are given.
 
-    resumed_step: of the checkpoint that `finish` will be given. alternating: as memory.layout.
+    resumed_step: of the checkpoint that `finish` will be given. arrangement: None: by memory.layout.
     weights_stay: as of Inputs.
     """
     if generators is None:
@@ -103,7 +104,8 @@ def local_run(
         Progress(total_steps, config.kv_dtype, Console(file=io.StringIO())),
         Phases(time.perf_counter()),
     )
-    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), alternating, weights_stay)
+    lies = arrangement or config.arrangement
+    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), lies, weights_stay)
     loop, pipes = wire(inputs, generators, trainer, sinks)
     return LocalRun(loop, pipes, sinks, trainer)
 

@@ -10,8 +10,7 @@ has room for k more batches, and generation goes on while this loop trains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from cluster.files import WriteFailed
 from cluster.telemetry import Timeline
 from learner.algo.advantage import has_signal
 from learner.config import RunConfig
+from learner.driver.arrangement import Turns, hooks_of
 from learner.driver.evaluate import HeldOut, RewardModels
 from learner.driver.failure import LearnerError, RunEnded, first_of, sentence_of
 from learner.driver.metrics import MismatchGuard, batch_metrics, failing, unscored
@@ -200,7 +200,7 @@ class Updates:
         deadline_s: float,
         pipes: Pipes,
         sync: WeightSync,
-        turns: CardTurns,
+        turns: Turns,
         metrics: StepMetrics,
         record: StepRecord,
         reward_models: RewardModels,
@@ -358,7 +358,7 @@ class Batches:
         except TimeoutError:
             raise TimeoutError(
                 f"step {step + 1}: waited {patience:g} s for {self._size} groups; {len(buffer)} lie in the buffer, "
-                f"{buffer.in_use} of {buffer.slots} slots are in use. Raise cluster.deadlines.group if completions are "
+                f"{buffer.in_use} of {buffer.slots} slots are in use. Raise cluster.patience if completions are "
                 "long"
             ) from None
         return Batch(sorted(batch.groups, key=group_position), batch.useless)
@@ -441,9 +441,7 @@ class WeightSync:
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
         deadlines = config.cluster.deadlines
         self._push_s = deadlines.push
-        # The learner may be without its base until a lost generator is replaced.
-        without = deadlines.start if config.memory.base == "shared" else 0.0
-        self._probe_s = deadlines.push + without
+        self._probe_s = deadlines.push + hooks_of(config.arrangement).without_base_s(deadlines)
         under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
         self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting
         self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
@@ -523,51 +521,3 @@ class Probe:
 def _teaches(rewards: npt.NDArray[np.float64]) -> bool:
     """Whether the policy moves on a group: its rewards differ, or it is one completion alone, which PPO learns from."""
     return has_signal(rewards) or (len(rewards) == 1 and bool(np.isfinite(rewards[0])))
-
-
-# memory.layout: alternating. Generators and learner take turns on one card.
-
-
-class CardTurns:
-    """alternating: false for every other layout; then nothing here has an effect."""
-
-    def __init__(
-        self, alternating: bool, trainer: Actor[TrainerService], producers: Sequence[Producer], deadline_s: float
-    ) -> None:
-        self._alternating, self._trainer, self._producers = alternating, trainer, producers
-        self._deadline_s = deadline_s
-        self._theirs = asyncio.Event()  # the generators' turn, in which alone a lost one is replaced
-        self._theirs.set()
-        if alternating:
-            for producer in producers:
-                producer.worker.replacing = self._room
-
-    @asynccontextmanager
-    async def learner(self) -> AsyncIterator[None]:
-        """Inside this block the learner has the card to itself, and the generators sleep."""
-        if self._alternating:
-            await self._to_sleep()
-        yield
-        await self.generators()
-
-    async def generators(self) -> None:
-        """The generators have the card from here on; they were asleep."""
-        if self._alternating:
-            await self._trainer.call(TrainerService.release_cache, self._deadline_s)
-            self._theirs.set()  # before they are woken: one that was lost meanwhile is started first
-            await asyncio.gather(*(producer.wake() for producer in self._producers))
-
-    async def _to_sleep(self) -> None:
-        while True:
-            lives = [producer.worker.restarts for producer in self._producers]
-            await asyncio.gather(*(producer.sleep() for producer in self._producers))
-            self._theirs.clear()
-            away = any(producer.away for producer in self._producers)
-            if not away and lives == [producer.worker.restarts for producer in self._producers]:
-                return
-            self._theirs.set()  # one was lost since it slept: what takes its place is to sleep, too
-
-    @asynccontextmanager
-    async def _room(self) -> AsyncIterator[None]:
-        await self._theirs.wait()
-        yield

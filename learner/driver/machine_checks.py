@@ -201,7 +201,7 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
         named = ", ".join(f"{name} {gib(parts[name])}" for name in MUST_FIT if parts[name])
         raise WrongInput(
             f"main memory: the run needs {gib(weights)} for weights and activations ({named}), this machine has "
-            f"{gib(has)}; set memory.layout=slices, learner.offload_boundaries=false, or take a smaller model"
+            f"{gib(has)}; set memory.layout=slices, learner.checkpointing=full, or take a smaller model"
         )
     notes = []
     if total(parts) > machine.available_memory():

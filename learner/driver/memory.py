@@ -16,16 +16,15 @@ from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.machine import main_memory, visible_cards
 from cluster.memory import cards
-from cluster.memory import learner as learner_memory
 from cluster.memory import shape as units
 from cluster.memory.cards import CardKind
-from cluster.memory.generator import asleep
 from cluster.memory.learner import pushed_bytes
 from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
 from cluster.memory.shape import LINEAR, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins
 from learner.config import RunConfig, generator_roles, roles
+from learner.config.arrangement import Arrangement
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model.adapter_config import read_scored
 from rewards.config import adapters_of
@@ -157,14 +156,8 @@ def sequence_counts(config: RunConfig) -> list[int]:
 
 
 def layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's placement allows, the preferred first; learner.config.run has refused others."""
-    wanted, gpus = config.memory.layout, config.cluster.gpus
-    if wanted == "alternating":
-        return ("alternating",)
-    if gpus.own_cards:
-        return ("separate",)
-    in_turns = gpus.one_card and config.max_staleness == 0
-    return ("slices", "alternating") if wanted == "auto" and in_turns else ("slices",)
+    """The layouts that the run's arrangement leaves to the planner, the preferred first."""
+    return config.arrangement.layouts(config)
 
 
 def workload(config: RunConfig, sequences: int) -> Workload:
@@ -205,7 +198,7 @@ def _generators_a_card(config: RunConfig) -> int:
 
 def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
     """What the settings fix, and what they leave to the planner."""
-    model, learner, sizes, kv = config.model, config.learner, config.memory, config.rollout.kv_cache
+    model, learner, lies, kv = config.model, config.learner, config.arrangement, config.rollout.kv_cache
     targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
     names = LINEAR if targets == "all-linear" else {name.rpartition(".")[2] for name in targets}
     known = tuple(name for name in LINEAR if name in names)
@@ -219,20 +212,18 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         frozen_ranks=_frozen_ranks(config),
         value_rank=_value_rank(config),
         reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
-        offload=learner.offload_boundaries,
+        offload=learner.offloads,
         base=model.base,
         exact=config.settled_learner.reduce == "exact",
-        undo=config.cluster.learners > 1 and sizes.base != "sharded",
-        shared=sizes.base == "shared",
-        base_ranks=config.cluster.learners if sizes.base == "sharded" else 1,
-        checkpointing=None if learner.checkpointing == "auto" else learner.checkpointing,
+        undo=lies.undoes(config),
+        shared=lies.one_base,
+        base_ranks=lies.shards(config),
+        checkpointing=None if learner.recomputed == "auto" else learner.recomputed,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,
         kv_bytes=None if kv == "auto" else kv,
         kv_dtype=config.kv_dtype,
         layouts=layouts,
         cuda=cuda,
-        learner_cap=None if sizes.learner == "auto" else sizes.learner + learner_memory.learner_context(cuda=cuda),
-        generator_cap=None if sizes.generator == "auto" else sizes.generator,
     )
 
 
@@ -279,7 +270,7 @@ class Budgets:
         sequences: most that a generator decodes at once.
         learner_bytes: most that the learner's allocator may hold, without the CUDA context; None: no limit.
         policy_bytes: of a policy on its way to the generators, as far as that is known before there is one.
-        layout: where the roles live.
+        arrangement: how the roles lie on the hardware, `auto` being what the plan has chosen.
         plan: what was planned, by role and part; None for an architecture that the memory model does not know.
         note: one line for the user.
     """
@@ -289,14 +280,9 @@ class Budgets:
     sequences: int
     learner_bytes: int | None
     policy_bytes: int
-    layout: Layout
+    arrangement: Arrangement
     plan: Plan | None
     note: str
-
-    @property
-    def alternating(self) -> bool:
-        """Whether the generators sleep while the learner trains."""
-        return self.layout == "alternating"
 
 
 def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None) -> Budgets:
@@ -321,9 +307,8 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
         raise WrongInput(str(best))
     found, sequences = best
     _check_cache(config, found)
-    chosen = config.learner.model_copy(
-        update={"checkpointing": found.checkpointing, "token_budget": found.token_budget}
-    )
+    kept = "offloaded" if config.learner.offloads else found.checkpointing
+    chosen = config.learner.model_copy(update={"checkpointing": kept, "token_budget": found.token_budget})
     note = (
         f"memory: {found.layout} on {gib(found.device_bytes)}: {_learner(config, found)} (checkpointing "
         f"{found.checkpointing}, {found.token_budget} tokens), generator {gib(found.generator_bytes)} (KV cache "
@@ -331,7 +316,8 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
     )
     note += _waiting(found.sequences, min(sequences, config.under_way))
     cap, sent = _learner_cap(config, found), policy_bytes(config, shape)
-    return Budgets(chosen, found.kv_bytes, sequences, cap, sent, found.layout, found, note)
+    lies = config.arrangement.planned(found.layout)
+    return Budgets(chosen, found.kv_bytes, sequences, cap, sent, lies, found, note)
 
 
 def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | Misfit:
@@ -379,16 +365,15 @@ def _waiting(cached: int, asked: int) -> str:
 
 
 def _unplanned(config: RunConfig, reason: str) -> Budgets:
-    sizes = config.memory
-    if sizes.device is not None:
+    if config.memory.device is not None:
         raise WrongInput(f"memory.device: no plan for this model ({reason}); set memory.device=null")
     kv = config.rollout.kv_cache
-    cap = None if sizes.learner == "auto" else sizes.learner
     kv_bytes = DEFAULT_KV if kv == "auto" else kv
     note = f"memory: no plan ({reason})"
     if kv == "auto" and config.cluster.gpus.generator > 0:
         note += f"; the KV cache has {gib(DEFAULT_KV)}, which is little on a card: set rollout.kv_cache"
-    return Budgets(config.learner, kv_bytes, config.rollout.sequences, cap, 0, layouts(config)[0], None, note)
+    lies = config.arrangement.planned(layouts(config)[0])
+    return Budgets(config.learner, kv_bytes, config.rollout.sequences, None, 0, lies, None, note)
 
 
 def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
@@ -411,12 +396,12 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
     if isinstance(found, Misfit):
         raise WrongInput(str(found))
     _check_cache(config, found)
-    cap = None if config.memory.learner == "auto" else config.memory.learner
     note = (
         f"memory: memory.device is null, so no limit is applied; planned: {_learner(config, found)}, "
         f"generator {gib(found.generator_bytes)}{_beyond(config, found)}"
     )
-    return Budgets(learner, found.kv_bytes, sequences, cap, policy_bytes(config, shape), found.layout, found, note)
+    lies = config.arrangement.planned(found.layout)
+    return Budgets(learner, found.kv_bytes, sequences, None, policy_bytes(config, shape), lies, found, note)
 
 
 def _check_cache(config: RunConfig, found: Plan) -> None:
@@ -435,14 +420,8 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
 
 
 def _learner_cap(config: RunConfig, found: Plan) -> int:
-    """memory.learner, or else all that the generators leave, since only the learner's need grows with the batch."""
-    if config.memory.learner != "auto":
-        return config.memory.learner
-    others = 0
-    if found.layout == "slices":
-        others = found.generators * found.generator_bytes
-    elif found.layout == "alternating":
-        others = found.generators * units.total(asleep(found.generator))
+    """All that the generators leave, since only the learner's need grows with the batch."""
+    others = config.arrangement.planned(found.layout).beside(found)
     return (round(USABLE * found.device_bytes) - others) // found.learners - found.learner["context"]
 
 
@@ -453,7 +432,7 @@ def settled(config: RunConfig, budgets: Budgets) -> RunConfig:
     patient = deadlines.model_copy(update={"push": deadlines.push + budgets.policy_bytes / PUSH_RATE})
     updates = {
         "rollout": config.rollout.model_copy(update={"max_num_seqs": budgets.sequences}),
-        "cluster": config.cluster.model_copy(update={"deadlines": patient}),
+        "cluster": config.cluster.waiting(patient),
     }
     return config.model_copy(update=updates)
 

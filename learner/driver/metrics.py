@@ -254,13 +254,14 @@ def cut_off(longest: int) -> str:
 # The guard that stops a run before a broken sampler ruins the policy.
 
 METRIC = "policy/mismatch_k3"
+MOST_ABOVE = 5  # steps in a row above guard.mismatch_k3
 
 
 class MismatchGuard:
     """Watches the mean k3 of learner and sampler, in nats: an estimate of KL(sampler || learner).
 
     With max_staleness > 0 the policy's own movement since the tokens were sampled is part of it. The count of steps in
-    a row starts at 0 in a resumed run: it has `steps` steps to show that what was changed helped.
+    a row starts at 0 in a resumed run: it has as many steps to show that what was changed helped.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -273,7 +274,7 @@ class MismatchGuard:
         if limit is None or value is None:
             return None
         self._above = [] if value <= limit else [*self._above, value]  # what is not a number is above
-        if len(self._above) < self._config.steps:
+        if len(self._above) < MOST_ABOVE:
             return None
         return (
             f"{METRIC}: must be at most guard.mismatch_k3={limit:g}, was {', '.join(f'{v:.3g}' for v in self._above)} "

@@ -314,7 +314,7 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     first = look(config, cards)
     told = first.finish()
     found = Findings()
-    modules = (LEARNER, ENGINE, SHARED_BASE) if config.memory.base == "shared" else (LEARNER, ENGINE)
+    modules = (LEARNER, ENGINE, SHARED_BASE) if config.arrangement.one_base else (LEARNER, ENGINE)
     trials = [Trial(module, absolute(first.config)) for module in modules if _has_config(config.model.source)]
     try:
         prepared = found.of(_prepared, first, told, cards)

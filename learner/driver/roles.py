@@ -18,7 +18,7 @@ import cluster
 from cluster import files as run_lock
 from cluster import machine
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, StartFailed
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.errors import WrongInput
 from cluster.files import digest_of
 from cluster.machine import version_of
@@ -27,6 +27,7 @@ from cluster.placement import Role
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Node, NodeFailed, Session, connect, joins, on_each, wanted_store
 from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
+from learner.driver.arrangement import hooks_of
 from learner.driver.failure import WatchedLearner, lost_as_it_starts
 from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets
@@ -79,6 +80,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     """One process per role. Without a card they start at once; with one, generators first: an engine measures free
     memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
+    hooks, deadlines = hooks_of(prepared.budgets.arrangement), config.cluster.deadlines
     await session.reserve(roles(config), start, note)
     for line in await check_nodes(config, session, start, prepared.budgets.policy_bytes):
         note(line)
@@ -88,8 +90,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         worker_spec(config, rank, prepared.budgets, rewards, prepared.total_steps)
         for rank in range(config.rollout.workers)
     ]
-    shares = config.memory.base == "shared"
-    overlap = config.cluster.gpus.learner == 0 and not shares
+    overlap = config.cluster.gpus.learner == 0 and hooks.together
     # The learner's imports are the shorter ones, and Ray starts as many processes at once as there are cores.
     learner = spawn_learner(prepared, session) if overlap else []
     workers = [
@@ -105,14 +106,13 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     else:
         for worker in workers:
             await started(worker, start)
-            if prepared.budgets.alternating:
-                await worker.call(RolloutService.sleep, start)
-        base = await workers[0].call(RolloutService.share_base, start) if shares else None
+            await hooks.started(worker, deadlines)
+        base = await hooks.base(workers, deadlines)
         learner = spawn_learner(prepared, session, base)
         await asyncio.gather(*(learner_started(rank, start) for rank in learner))
     for one in rewards:
         await one.ready(start)
-    sharded = config.memory.base == "sharded"
+    sharded = config.arrangement.in_shards
     met = await joined(learner, config.cluster.deadlines, sharded=sharded)
     trainer = WatchedLearner(met, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
@@ -151,7 +151,7 @@ def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = 
 
 
 async def joined(
-    processes: Sequence[Remote[Trainer]], deadlines: DeadlineConfig, *, sharded: bool = False
+    processes: Sequence[Remote[Trainer]], deadlines: Deadlines, *, sharded: bool = False
 ) -> Actor[TrainerService]:
     """Those processes as one learner, once they know each other."""
     first, *others = processes
@@ -206,9 +206,9 @@ def worker_spec(
             stop=rollout.stop,
             truncates=rollout.truncates,
             form=rollout.structured_outputs.form,
-            sleeps=budgets.alternating,
-            shares_base=config.memory.base == "shared",
-            room=_room(config, budgets),
+            sleeps=budgets.arrangement.in_turns,
+            shares_base=config.arrangement.one_base,
+            room=_room(budgets),
         ),
         rewards=functions_of(config.rewards),
         reward_workers=rollout.reward_workers,
@@ -228,17 +228,14 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
     if config.env.use is None:
         return None
     rollout, env = config.rollout, config.env
-    limits = Limits(rollout.max_prompt_length, rollout.max_completion_length, env.max_turns, env.timeout_s)
+    limits = Limits(rollout.max_prompt_length, rollout.max_completion_length, env.max_turns, config.trajectory_s)
     kwargs, alone = config.data.chat_template_kwargs, not config.rewards
-    return EnvSettings(env, limits, config.trajectories, config.seed, kwargs, alone)
+    return EnvSettings(env, limits, config.trajectories, config.seed, kwargs, alone, rollout.environment_memory)
 
 
-def _room(config: RunConfig, budgets: Budgets) -> int:
-    """Bytes of the card that a generator whose base is shared waits for: the learner may still be letting go of those
-    of the one before."""
-    if config.memory.base != "shared" or budgets.plan is None:
-        return 0
-    return budgets.plan.generator["weights"] + budgets.kv_cache
+def _room(budgets: Budgets) -> int:
+    """Bytes of the card that a generator waits for as it is replaced."""
+    return 0 if budgets.plan is None else budgets.arrangement.room(budgets.plan)
 
 
 def make_trainer(
@@ -257,7 +254,7 @@ def make_trainer(
 def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, rank: int) -> Trainer:
     """One of cluster.learners, likewise."""
     _settle_logs(rank)
-    sharded = config.memory.base == "sharded"
+    sharded = config.arrangement.in_shards
     from learner.ranks.group import Group
     from learner.ranks.rank import RankTrainer, ShardedRank
 
@@ -463,7 +460,7 @@ async def rehearse_nodes(prepared: Prepared) -> list[str]:
         await session.reserve(roles(config), REHEARSAL_S, waited.append)
         return await check_nodes(config, session, config.cluster.deadlines.start, prepared.budgets.policy_bytes)
     except DeadlineExceeded as error:
-        return [f"{error}; a run waits for {config.cluster.deadlines.start:g} s (cluster.deadlines.start)"]
+        return [f"{error}; a run waits for {config.cluster.deadlines.start:g} s (cluster.patience)"]
     finally:
         await session.close()
 

@@ -5,7 +5,7 @@ blocks of 64 with doubly quantised scales, 0.52 bytes per weight, and multiplied
 vLLM quantises the same checkpoint the same way as it loads it (quantization="bitsandbytes"), so generator and learner
 hold the same policy, if the files are of model.dtype: the learner casts before it quantises, vLLM does not. Merging the
 adapter, or serving the unquantised base, would not be the policy that is trained.
-With memory.base: shared the learner computes with the generator's 4 bits, whose scales are not nested.
+With memory.layout: shared the learner computes with the generator's 4 bits, whose scales are not nested.
 """
 
 import sys

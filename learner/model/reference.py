@@ -118,7 +118,7 @@ def _narrowed(module: nn.Module, weight: Tensor, values: Tensor) -> _Narrow:
     return _Narrow(module, weight, numbers, scales)
 
 
-# The reference of a model that is trained as a whole in shards (memory.base: sharded): a second model, frozen, whose
+# The reference of a model that is trained as a whole in shards (memory.layout: sharded): a second model, frozen, whose
 # shards have model.dtype, in the place of the first for a pass without gradient.
 #
 # Not the first with other weights, as where a model is whole: what FSDP2 gathers from is the float32 memory

@@ -1,4 +1,4 @@
-"""The base in shards (memory.base: sharded): each rank of the learner holds its rows of every matrix, and a decoder
+"""The base in shards (memory.layout: sharded): each rank of the learner holds its rows of every matrix, and a decoder
 layer is gathered when a pass comes to it and let go behind it. That is FSDP2, torch.distributed.fsdp.fully_shard.
 
 Gathering copies: logprobs and gradients are to the bit those of a whole base. Every pass of one rank is one of all, and
@@ -90,8 +90,8 @@ def missing_from(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str)
     if not odd:
         return ""
     return (
-        f"memory.base: sharded reads each weight by its name, and {len(odd)} of {len(wanted)} are not in the files of "
-        f"{path} (first {', '.join(odd[:SHOWN])}); set memory.base=own"
+        f"memory.layout: sharded reads each weight by its name, and {len(odd)} of {len(wanted)} are not in the files "
+        f"of {path} (first {', '.join(odd[:SHOWN])}); set memory.layout=auto"
     )
 
 
@@ -104,7 +104,7 @@ def _shard(lm: Any, path: str, trained: bool, **how: Any) -> None:
     """Groups that are gathered at once: each decoder layer, the input embedding, the output embedding, the rest."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"memory.base: sharded gathers decoder layers, and {path} has none; set memory.base=own")
+        raise ValueError(f"memory.layout: sharded gathers decoder layers, and {path} has none; set memory.layout=auto")
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     tied = embedding.weight is head.weight
     for layer in layers:
@@ -138,8 +138,8 @@ def _read(stored: Any, parameter: Tensor, name: str, dtype: torch.dtype, device:
     """This rank's rows of a weight, or all of one that stays whole."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise ValueError(
-            f"memory.base: sharded: {name} has the shape {stored.get_shape()} in the files and "
-            f"{list(parameter.shape)} in the model; set memory.base=own"
+            f"memory.layout: sharded: {name} has the shape {stored.get_shape()} in the files and "
+            f"{list(parameter.shape)} in the model; set memory.layout=auto"
         )
     if not isinstance(parameter, DTensor):
         whole: Tensor = stored[:].to(device, dtype)

@@ -1,4 +1,4 @@
-"""The base model as the generator holds it: the learner maps its memory and has no copy (memory.base: shared)."""
+"""The base model as the generator holds it: the learner maps its memory and has no copy (memory.layout: shared)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout import shared_base
 from rollout.shared_base import digests_of_pieces
 from rollout.types import Manifest, Quantised
 
-# Layers in 4 bits on memory of a generator (memory.base: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
+# Layers in 4 bits on memory of a generator (memory.layout: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
 # transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
 #
 # What is multiplied out is the same to the bit: un-nested scales are what bitsandbytes makes of nested ones each time.
@@ -162,7 +162,9 @@ class MappedBase:
             torch.cuda.synchronize()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         if left := sum(not storage.expired() for storage in mapped):  # type: ignore[no-untyped-call]
-            raise RuntimeError(f"memory.base: {left} of {len(mapped)} mappings of the lost generator's base are in use")
+            raise RuntimeError(
+                f"memory.layout: {left} of {len(mapped)} mappings of the lost generator's base are in use"
+            )
 
     def attach(self, manifest: Manifest) -> None:
         """Gives the model the weights of a fresh generator.
@@ -171,12 +173,12 @@ class MappedBase:
         """
         before = self._manifest
         if manifest.owner == before.owner:
-            raise WrongInput("memory.base: the manifest is of the generator that was lost, not of the one after it")
+            raise WrongInput("memory.layout: the manifest is of the generator that was lost, not of the one after it")
         if (manifest.views, manifest.quantised) != (before.views, before.quantised) or (
             _digests(manifest) != _digests(before)
         ):
             raise WrongInput(
-                "memory.base: shared: a fresh generator holds another base than the one before; the files of "
+                "memory.layout: shared: a fresh generator holds another base than the one before; the files of "
                 "model.path must not change while a run lasts; start the run again"
             )
         self._pieces, self._manifest = _mapped(manifest, self._device), manifest
@@ -189,8 +191,8 @@ class MappedBase:
         """Raises RuntimeError if the base is not what it was when the generator had loaded it."""
         if changed := _changed(self._pieces, self._manifest):
             raise RuntimeError(
-                f"memory.base: something has written to the shared base: {len(changed)} of the generator's parameters "
-                f"are not what they were, first {changed[0]}; start the run again, with memory.base=own"
+                f"memory.layout: something has written to the shared base: {len(changed)} of the generator's "
+                f"parameters are not what they were, first {changed[0]}; start the run again, with memory.layout=auto"
             )
 
 
@@ -212,8 +214,8 @@ def refusal(wrong: Mapping[str, str], weights: int) -> str:
     """What a user is told of such weights. weights: how many the model has."""
     told = "; ".join(f"{name}: {wrong[name]}" for name in sorted(wrong)[:SHOWN])
     return (
-        "memory.base: shared needs every weight of the model as a view of the generator's, and "
-        f"{len(wrong)} of {weights} are none ({told}); set memory.base=own"
+        "memory.layout: shared needs every weight of the model as a view of the generator's, and "
+        f"{len(wrong)} of {weights} are none ({told}); set memory.layout=auto"
     )
 
 
@@ -222,8 +224,8 @@ def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
     here = shared_base.card_of(device) if device.type == "cuda" else machine.name()
     if here != manifest.device:
         raise WrongInput(
-            f"memory.base: shared needs generator and learner on one device, got {manifest.device} and {here}; set "
-            "memory.base=own"
+            f"memory.layout: shared needs generator and learner on one device, got {manifest.device} and {here}; set "
+            "memory.layout=auto"
         )
     if manifest.transport == "cuda_ipc":
         pieces = shared_base.map_card(manifest, device)
@@ -231,8 +233,8 @@ def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
         pieces = shared_base.map_file(manifest)
     if changed := _changed(pieces, manifest):
         raise WrongInput(
-            f"memory.base: shared: {len(changed)} of the generator's parameters have another content here than there, "
-            f"first {changed[0]}; set memory.base=own"
+            f"memory.layout: shared: {len(changed)} of the generator's parameters have another content here than "
+            f"there, first {changed[0]}; set memory.layout=auto"
         )
     return pieces
 

@@ -4,7 +4,7 @@
 
 The process reads a configuration as JSON on stdin and prints a list of sentences as its last line (see
 learner.driver.input_checks). `model` says what the constructor of the policy would refuse, and `shared_base` what of
-memory.base: shared would not work.
+memory.layout: shared would not work.
 """
 
 import json
@@ -45,7 +45,7 @@ def wrong_with(config: RunConfig) -> list[str]:
     found = _weights(lm, model.source)
     reference = config.model.reference if config.learner.mode == "full" else None
     found += [] if reference is None else _weights(lm, reference, "model.reference")
-    if config.memory.base == "sharded" and not found:
+    if config.arrangement.in_shards and not found:
         found += _not_in_files(lm, model.source)
         found += [] if reference is None else _not_in_files(lm, reference)
     if config.learner.mode == "lora":
@@ -118,7 +118,7 @@ def _sentence(error: Exception, key: str) -> str:
 
 
 def wrong_with_mapping(config: RunConfig) -> list[str]:
-    """Whether the learner could map the generator's base (memory.base: shared), from names and shapes alone: vLLM's
+    """Whether the learner could map the generator's base (memory.layout: shared), from names and shapes alone: vLLM's
     loading code and the learner's model, both without weights. What cannot be told so, since vLLM wants numbers or a
     card for it, is left to the start of the run. One sentence, or none."""
     from rollout.vllm.shared_base import views_of
@@ -135,7 +135,7 @@ def wrong_with_mapping(config: RunConfig) -> list[str]:
             config.model.source, config.model.dtype, {name: own.shape for name, own in stored.items()}
         )
     except Exception as error:  # whatever vLLM raises; that it could not be told is no reason to refuse
-        tell(f"memory.base: shared was not tried before the start: {error!r}")
+        tell(f"memory.layout: shared was not tried before the start: {error!r}")
         return []
     if config.model.base == "nf4":
         scattered = not_by_rows(lm, views)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, RevivableActor, Shared, StartFailed, T
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from learner.trainer.service import TrainerService
 
 # What may be asked of a rank beside what any learner is asked. Imports no torch, as the driver reads it.
@@ -177,7 +177,7 @@ class Rank(RevivableActor[RankService], Protocol):
         """Ends the process, whatever it does."""
 
 
-async def meet(ranks: Sequence[Rank], deadlines: DeadlineConfig, back: Return | None = None) -> None:
+async def meet(ranks: Sequence[Rank], deadlines: Deadlines, back: Return | None = None) -> None:
     """All ranks find each other at rank 0. back: after a loss."""
     start_s, step_s = deadlines.start, deadlines.step
     port = await ranks[0].call(RankService.open, start_s, ranks[0].address, start_s)
@@ -193,7 +193,7 @@ class Regroup:
     before the learner as a whole counts as hung (learner.driver.failure). replaces: false where the base is in
     shards, of which a lost rank takes its own along: then the learner as a whole is lost."""
 
-    def __init__(self, ranks: Sequence[Rank], deadlines: DeadlineConfig, *, replaces: bool = True) -> None:
+    def __init__(self, ranks: Sequence[Rank], deadlines: Deadlines, *, replaces: bool = True) -> None:
         self._ranks, self._deadlines, self._replaces = list(ranks), deadlines, replaces
         self._in_a_row = 0
         self._without_state: set[int] = set()  # fresh processes, until all have met
@@ -218,8 +218,7 @@ class Regroup:
             await rank.call(TrainerService.pulse, self._deadlines.heartbeat / 2)
         except DeadlineExceeded as error:
             self._hung = DeadlineExceeded(
-                f"{error}: it hangs, and is killed (raise cluster.deadlines.heartbeat={self._deadlines.heartbeat:g} if "
-                "its machine may stand still for longer)"
+                f"{error}: it hangs, and is killed (raise cluster.patience if its machine may stand still for longer)"
             )
             log.warning("%s", self._hung)
             await rank.kill()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cluster.actor import RevivableActor
-from cluster.config import DeadlineConfig, RewardProcessConfig
+from cluster.config import Deadlines, RewardProcessConfig
 from cluster.errors import WrongInput
 from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
@@ -221,9 +221,7 @@ class Asked(NamedTuple):
 class EvaluatedWorker:
     """A generator's process and the policy that it has in all its lives."""
 
-    def __init__(
-        self, actor: RevivableActor[RolloutService], policy: Adapter | Weights, deadlines: DeadlineConfig
-    ) -> None:
+    def __init__(self, actor: RevivableActor[RolloutService], policy: Adapter | Weights, deadlines: Deadlines) -> None:
         self._worker, self._policy = SupervisedWorker(actor, deadlines), policy
         self._worker.supply.rearm = self._deliver
 

@@ -50,7 +50,9 @@ class PlanRequest(Request):
     ] = None
     every: Annotated[bool, typer.Option("--all", help="Every model of the built-in table.")] = False
     cards: Annotated[Literal[1, 2], typer.Option(help="2: one for each role.")] = 1
-    base: Annotated[Literal["own", "shared"], typer.Option(help="memory.base, of LoRA.")] = "own"
+    base: Annotated[
+        Literal["own", "shared"], typer.Option(help="shared: one base for both roles (memory.layout), of LoRA.")
+    ] = "own"
     algorithm: Annotated[
         Literal["grpo", "ppo"], typer.Option(help="ppo: a value model beside the policy, both LoRA on one base.")
     ] = "grpo"
@@ -102,7 +104,6 @@ learner:
 memory:
   device: {device}  # bytes of one card, {device_size}
   layout: {layout}
-  base: {one_base}
 cluster:
   gpus: {{generator: {share}, learner: {share}}}
 """
@@ -116,8 +117,8 @@ def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int
         kv_bytes=found.kv_bytes, kv_size=gib(found.kv_bytes), sequences=found.sequences,
         kv_dtype="fp8" if wish.kv_dtype == "fp8" else "auto", rank=wish.rank,
         checkpointing=found.checkpointing, token_budget=found.token_budget,
-        device=found.device_bytes, device_size=gib(found.device_bytes), layout=found.layout,
-        one_base="shared" if wish.shared else "own",
+        device=found.device_bytes, device_size=gib(found.device_bytes),
+        layout="shared" if wish.shared else found.layout,
         algorithm="ppo" if wish.value_rank else "grpo",
         share="1" if found.layout == "separate" else "0.5",
     )  # fmt: skip

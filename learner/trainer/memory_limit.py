@@ -70,8 +70,8 @@ class TokenBudget:
             if reason and self.peers.sharded:
                 raise OutOfMemory(
                     f"learner.token_budget: memory ran out in a micro-batch of at most {_largest(batches)} tokens "
-                    f"({reason}), and with memory.base=sharded no step is taken again; set it below {self.tokens}, or "
-                    "learner.checkpointing=full"
+                    f"({reason}), and with memory.layout=sharded no step is taken again; set it below {self.tokens}, "
+                    "or learner.checkpointing=full"
                 )
             # Only here, after the exception and with it the frames that hold the broken graph are gone.
             reasons, results = zip(*self.peers.gather((reason, done)), strict=True)
@@ -145,8 +145,8 @@ class MemoryLimit:
     growth of the process's highest resident set since this object was made is compared with it by `check`.
     A card that has less free than the limit when this object is made lowers it: the generators took more than planned.
 
-    mapped: bytes of the generator's base (memory.base: shared). They are no part of what the learner may hold. torch's
-    allocator does not count them; a CPU's resident set does, hence they are taken off.
+    mapped: bytes of the generator's base (memory.layout: shared). They are no part of what the learner may hold.
+    torch's allocator does not count them; a CPU's resident set does, hence they are taken off.
 
     Raises:
         ValueError: more than the device has.
@@ -160,14 +160,14 @@ class MemoryLimit:
             total = torch.cuda.get_device_properties(device).total_memory
             if limit > total:
                 raise ValueError(
-                    f"memory.learner: must be at most the {total / 2**20:.0f} MiB of {device}, got "
+                    f"the learner's memory: must be at most the {total / 2**20:.0f} MiB of {device}, got "
                     f"{limit / 2**20:.0f} MiB"
                 )
             self._limit = min(limit, torch.cuda.mem_get_info(device)[0])
             if self._limit < limit:
                 log.warning(
-                    "memory.learner: only %s of the planned %s are free on %s; set memory.device or rollout.kv_cache "
-                    "lower",
+                    "the learner's memory: only %s of the planned %s are free on %s; set memory.device or "
+                    "rollout.kv_cache lower",
                     gib(self._limit),
                     gib(limit),
                     device,
@@ -193,7 +193,7 @@ class MemoryLimit:
         used = self.peak() - (0 if self._device.type == "cuda" else self._start)
         told = f"the learner's peak of {used / 2**20:.0f} MiB, its limit is {self._limit / 2**20:.0f} MiB"
         if used > self._limit:
-            raise OutOfMemory(f"memory.learner: {told}; lower learner.token_budget, or give it more")
+            raise OutOfMemory(f"the learner's memory: {told}; lower learner.token_budget, or raise memory.device")
         if used > WARN_AT * self._limit and not self._warned:
             self._warned = True
-            log.warning("memory.learner: %s (%.0f %%)", told, 100 * used / self._limit)
+            log.warning("the learner's memory: %s (%.0f %%)", told, 100 * used / self._limit)

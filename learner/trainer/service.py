@@ -111,7 +111,7 @@ class TrainerService(Protocol):
         """With what this process computes."""
 
     async def detach_base(self) -> None:
-        """Lets go of the generator's base (memory.base: shared), after the work that is under way; until attach_base,
+        """Lets go of the generator's base (memory.layout: shared), after the work that is under way; until attach_base,
         what computes with it waits."""
 
     async def attach_base(self, manifest: Manifest) -> None:

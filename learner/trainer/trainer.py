@@ -454,10 +454,10 @@ def _policy(
     return Policy(
         model,
         learner.lora if learner.mode == "lora" else None,
-        checkpointing=activation_checkpointing.resolve_checkpointing(learner.checkpointing, device),
+        checkpointing=activation_checkpointing.resolve_checkpointing(learner.recomputed, device),
         seed=seed,
         device=device,
-        offload=learner.offload_boundaries,
+        offload=learner.offloads,
         keep_masters=wants_masters(learner) or sharded,
         keep_reference=learner.loss.beta > 0,
         sharded=sharded,

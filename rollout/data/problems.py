@@ -219,7 +219,7 @@ class Stock:
 
     def _late(self, late: str) -> WrongInput:
         size = self._names.size
-        return WrongInput(f"{size}: tokenising {late} (cluster.deadlines.start); lower {size}")
+        return WrongInput(f"{size}: tokenising {late} (cluster.patience); lower {size}")
 
     def _rendered(self, index: int, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         try:

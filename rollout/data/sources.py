@@ -342,7 +342,7 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
     for index in range(size):
         rows.append(_generated(made[index]))
         if late := pace.late(index + 1):
-            raise WrongInput(f"{names.size}: {late} (cluster.deadlines.start); lower {names.size}")
+            raise WrongInput(f"{names.size}: {late} (cluster.patience); lower {names.size}")
     return rows
 
 

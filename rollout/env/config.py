@@ -6,7 +6,6 @@ from pydantic import Field, FiniteFloat
 
 from cluster.config import Frozen
 from rewards.config import Arguments
-from rollout.config import Bytes
 
 ENVIRONMENT = "environment"  # the column that names the class of each problem, where trl_environment has several
 TURN_TIMEOUT_S = 20.0
@@ -36,15 +35,15 @@ class EnvConfig(Frozen):
     """`append`: answers follow what was sampled, which stays as it is. Some chat templates write the past or an answer
     differently later on (they drop thinking, say): `append` goes on and says so at the start, `refuse` ends the run
     before it starts, `template` renders the conversation anew for each turn, in further rows where it was rewritten."""
-    start_timeout_s: Seconds = 60.0
-    """Seconds for an environment's process to start, load and reset."""
     step_timeout_s: Seconds = 30.0
-    """Seconds for one answer of the environment; beyond it the trajectory ends as `env_timeout`, without a reward."""
-    timeout_s: Seconds = 300.0
-    """Seconds for a whole trajectory, generation included, from when it begins. It must be below
-    `cluster.deadlines.group`."""
-    memory: Bytes = 2**30
-    """The most main memory that each environment's process may hold. Raise it for environments that load much."""
+    """Seconds for one answer of the environment, and twice that for its process to start, load and reset; beyond it the
+    trajectory ends as `env_timeout`, without a reward. So it does where the whole trajectory takes longer than a third
+    of what one group may take, 300 s (`cluster.patience`)."""
     concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Trajectories that a generator plays at once; `auto`: twice `rollout.max_num_seqs`. Raise it where environments
     are slow, so that the engine has others to sample meanwhile."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds for an environment's process to start, load and reset."""
+        return 2 * self.step_timeout_s

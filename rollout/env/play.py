@@ -229,7 +229,7 @@ class Player:
         except TimeoutError:
             if not clock.expired():
                 raise
-            sentence = f"the trajectory took more than {self._limits.seconds:g} s (env.timeout_s)"
+            sentence = f"the trajectory took more than {self._limits.seconds:g} s (cluster.patience)"
             trajectory.outcome, trajectory.fault = "env_timeout", sentence
         return trajectory
 

@@ -26,6 +26,7 @@ from cluster.files import wipe
 from cluster.machine import MARK
 from rewards.config import resolved
 from rewards.environment import lent, values_of
+from rollout.config import DEFAULT_ENVIRONMENT_MEMORY
 from rollout.env import preload
 from rollout.env.config import EnvConfig
 from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, host, write
@@ -44,11 +45,13 @@ STARTS = 5  # of a process, while what it is forked from dies
 START_AGAIN_S = 0.1
 
 
-def spec_of(config: EnvConfig) -> Spec:
-    """What a process needs to make the environment. Raises RewardError for a variable that is named and not set,
+def spec_of(config: EnvConfig, memory: int = DEFAULT_ENVIRONMENT_MEMORY) -> Spec:
+    """What a process needs to make the environment. memory: the most bytes that it may hold.
+
+    Raises RewardError for a variable that is named and not set,
     WrongInput for an argument `env:NAME` likewise."""
     args, variables = resolved(config.args, "env.args"), values_of(config.variables, "env")
-    return Spec(config.use or "", args, variables, config.memory, config.start_timeout_s)
+    return Spec(config.use or "", args, variables, memory, config.start_timeout_s)
 
 
 class Forks:
@@ -84,8 +87,8 @@ class Forks:
         raise EnvironmentFault(
             "env_killed",
             "reset: what its process is forked from died each time; see whether the environment's code ends the "
-            "process that loads it, or loads longer than env.start_timeout_s, and whether the machine has memory and "
-            "processes left",
+            "process that loads it, or loads longer than twice env.step_timeout_s, and whether the machine has "
+            "memory and processes left",
         )
 
     def _fork(self, end: socket.socket, folder: str) -> Process:
@@ -139,7 +142,7 @@ class EnvironmentProcess:
         self._answers = False  # the last question was answered
 
     async def reset(self, problem: Problem, seed: int) -> Start | Asked:
-        async with _within(self._config.start_timeout_s, "reset", "env.start_timeout_s"):
+        async with _within(self._config.start_timeout_s, "reset", "twice env.step_timeout_s"):
             ours, theirs = socket.socketpair()
             self._folder = Path(tempfile.mkdtemp(prefix="environment-"))
             self._process = self._forks.start(theirs, str(self._folder))

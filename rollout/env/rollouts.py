@@ -13,6 +13,7 @@ from rewards.call import Group
 from rewards.environment import OF_ENVIRONMENTS, described
 from rewards.logged import Progress
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
+from rollout.config import DEFAULT_ENVIRONMENT_MEMORY
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
 from rollout.env.play import Limits, Player
@@ -137,7 +138,8 @@ class TrajectoryFailed(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
     """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run; chat_template_kwargs:
-    of config.data. alone: nothing but the environment gives rewards."""
+    of config.data. alone: nothing but the environment gives rewards. memory: bytes that a process of one
+    may hold."""
 
     config: EnvConfig
     limits: Limits
@@ -145,6 +147,7 @@ class EnvSettings:
     seed: int
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
+    memory: int = DEFAULT_ENVIRONMENT_MEMORY
 
 
 class Trajectories:
@@ -152,7 +155,7 @@ class Trajectories:
 
     def __init__(self, settings: EnvSettings, engine: Engine, player: Player) -> None:
         self._settings, self._engine, self._player = settings, engine, player
-        self._forks = Forks(spec_of(settings.config))
+        self._forks = Forks(spec_of(settings.config, settings.memory))
         self._room = asyncio.Semaphore(settings.concurrency)
 
     async def group(self, problem: Problem, sampling: Sampling) -> list[Trajectory]:

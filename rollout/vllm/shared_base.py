@@ -1,5 +1,5 @@
 """The base of an engine as one that the learner may map: a loader that records where each tensor goes, and the manifest
-of the loaded model (memory.base: shared). On a CPU the parameters lie in files that others can map.
+of the loaded model (memory.layout: shared). On a CPU the parameters lie in files that others can map.
 
 The names of vLLM that are used here are the same from 0.31 to 0.33.
 """

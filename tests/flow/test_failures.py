@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.config import Deadlines
 from examples.random_model import make_tiny_model
 from rollout import ledger
 from tests.flow.run import Run, wait_until
@@ -28,7 +29,7 @@ def learners(run: Run) -> set[int]:
 @pytest.mark.timeout(600)
 def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, model: Path) -> None:
     """The third learner ends a run of as many steps, each of which stands there once."""
-    run = Run(tmp_path, model, steps=40, checkpoint={"every": 2}, cluster={"deadlines": {"heartbeat": 10}})
+    run = Run(tmp_path, model, steps=40, checkpoint={"every": 2}, cluster={"patience": 0.1})
     process = run.start("learner.restarts=2", "learner.learning_rate=1e-4", "data.eval.every=20")
     reached = 0
     for ends in (signal.SIGKILL, signal.SIGSTOP):
@@ -55,9 +56,8 @@ def test_a_learner_that_dies_and_one_that_hangs_are_replaced(tmp_path: Path, mod
 @pytest.mark.timeout(600)
 def test_a_run_that_stands_still_as_a_whole_goes_on_as_if_nothing_had_been(tmp_path: Path, model: Path) -> None:
     """A paused container, a lid that is closed: for longer than each deadline. Nothing is lost, nor taken for hung."""
-    seconds = 20
-    deadlines = {"heartbeat": seconds, "group": seconds, "push": seconds, "step": seconds}
-    run = Run(tmp_path, model, steps=12, cluster={"deadlines": deadlines, "rewards": {"processes": 1}})
+    longest = Deadlines.of(0.1).group
+    run = Run(tmp_path, model, steps=12, cluster={"patience": 0.1, "rewards": {"processes": 1}})
     process = run.start()
     wait_until(partial(_is_past, run, 2), "a step", 240, process)
     everyone: list[int] = []
@@ -65,7 +65,7 @@ def test_a_run_that_stands_still_as_a_whole_goes_on_as_if_nothing_had_been(tmp_p
         for pid in more:
             os.kill(pid, signal.SIGSTOP)
         everyone += more
-    time.sleep(1.5 * seconds)
+    time.sleep(1.2 * longest)
     for pid in everyone:
         os.kill(pid, signal.SIGCONT)
     output, _ = process.communicate(timeout=240)

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.actor import Actor, RemoteError, RevivableActor, Shared
 from cluster.buffer import Buffer, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.placement import Role
 from cluster.ray_cluster import connect
 from cluster.telemetry import Timeline
@@ -109,7 +109,7 @@ async def test_a_push_that_does_not_arrive_stops_the_run(
     problems, _ = load(config.data, Chat.load(config.model.path), 64, seed=0)
     timeline = Timeline(tmp_path / "timeline.json")
     pipes = Pipes(problems, Cursor(), Buffer(2, 0, 10**6, lambda group: None), PolicySlot(), timeline)
-    producer = Producer(generator, pipes, sampling_of(config), DeadlineConfig())
+    producer = Producer(generator, pipes, sampling_of(config), Deadlines())
     ids = (problems.at(0).prompt_ids * 4)[:48]  # for the evidence of a few is none
 
     pushes = [await push_of(learner, ids)]

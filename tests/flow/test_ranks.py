@@ -30,7 +30,7 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
     model = make_tiny_model(tmp_path / "tiny", family="Llama")
     run = Run(tmp_path, model, steps=8, cluster={"learners": 2})
     with run.watched() as (_, addresses):
-        process = run.start("data.eval.every=0", "checkpoint.every=8", "cluster.deadlines.heartbeat=20")
+        process = run.start("data.eval.every=0", "checkpoint.every=8", "cluster.patience=0.1")
         wait_until(lambda: rank(run, 1) != [], "a rank to start", 60, process)
         (starting,) = rank(run, 1)
         os.kill(starting, signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_killed_and_hung_ranks_are_replaced_and_one_process_learns_the_same(tmp_
 @pytest.mark.timeout(600)
 def test_a_learner_of_one_process_learns_the_same_as_ranks_that_divide_the_base(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
-    run = Run(tmp_path, model, steps=3, cluster={"learners": 2}, memory={"base": "sharded"})
+    run = Run(tmp_path, model, steps=3, cluster={"learners": 2}, memory={"layout": "sharded"})
     run.finish("data.eval.every=0")
     assert [line["step"] for line in run.metrics()] == [1, 2, 3]
     one_process_learns_the_same(run)
@@ -71,7 +71,7 @@ def test_a_whole_model_in_shards_outlives_a_rank_and_goes_on_in_one_process(tmp_
     held to what the first began with: were it what each began with itself, its first step would have no KL."""
     model = make_tiny_model(tmp_path / "tiny", family="Llama", tied=False)
     full = {"mode": "full", "learning_rate": 1e-4, "restarts": 1, "loss": {"beta": 0.1}}
-    run = Run(tmp_path, model, steps=8, cluster={"learners": 2}, memory={"base": "sharded"}, learner=full)
+    run = Run(tmp_path, model, steps=8, cluster={"learners": 2}, memory={"layout": "sharded"}, learner=full)
     process = run.start("data.eval.every=0", "checkpoint.every=2")
     wait_until(lambda: len(run.metrics()) > 3, "four steps", 120, process)
     (lost,) = rank(run, 1)
@@ -79,7 +79,7 @@ def test_a_whole_model_in_shards_outlives_a_rank_and_goes_on_in_one_process(tmp_
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert re.search(r"learner-1: process died .*; restart 1 of 1, with fresh", " ".join(output.split())), output
-    alone = run.start("data.eval.every=0", "steps=10", "cluster.learners=1", "memory.base=own")
+    alone = run.start("data.eval.every=0", "steps=10", "cluster.learners=1", "memory.layout=auto")
     output, _ = alone.communicate(timeout=240)
     assert alone.returncode == 0, output
     assert "resumed at step 8" in output, output

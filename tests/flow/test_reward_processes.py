@@ -38,7 +38,7 @@ def test_killed_and_hung_reward_processes_cost_no_group_and_no_generator(tmp_pat
     rewards = [{"use": f"{tmp_path}/where.py:threes"}, {"use": f"{tmp_path}/where.py:where", "weight": 0.0}]
     run = Run(
         tmp_path, make_tiny_model(tmp_path / "tiny", family="Llama"), steps=12, rewards=rewards,
-        cluster={"rewards": {"processes": 2}, "deadlines": {"heartbeat": 20}},
+        cluster={"rewards": {"processes": 2}, "patience": 0.1},
     )  # fmt: skip
     process = run.start("data.eval.every=0", "checkpoint.every=12", "rollout.workers=2")
     for name, number, after in (("rewards-0", signal.SIGKILL, 2), ("rewards-1", signal.SIGSTOP, 5)):

@@ -105,7 +105,7 @@ def _exported_it_is_a_model_that_says_the_same(run: Run, merged: Any, out: Path)
     assert "| step 0 | step 4 |" in (out / "README.md").read_text()
 
 
-ON_ONE_BASE = ("memory.base=shared",)  # which is lost with the generator
+ON_ONE_BASE = ("memory.layout=shared",)  # which is lost with the generator
 CONTINUED = ("learner.push=merged", "rollout.in_flight=continue", "trackers=[prometheus]")
 
 

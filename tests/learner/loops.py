@@ -9,7 +9,9 @@ from typing import Any
 import pyarrow as pa
 
 from cluster.actor import Actor, Local
+from cluster.config import Deadlines
 from learner.config import RunConfig
+from learner.config.arrangement import ARRANGEMENTS
 from learner.driver.evaluate import Evaluation
 from learner.driver.local import (
     VOCAB,
@@ -82,6 +84,11 @@ def configure(**changed: Any) -> RunConfig:
     return RunConfig.model_validate(given | changed)
 
 
+def waiting(config: RunConfig, **seconds: float) -> RunConfig:
+    """The same, with these deadlines; the others are as they are by default."""
+    return config.model_copy(update={"cluster": config.cluster.waiting(Deadlines(**seconds))})
+
+
 class Built(LocalRun):
     """A local run, with what tests look at."""
 
@@ -132,7 +139,7 @@ def build(
         generators=workers or [Local(f"generator-{rank}", Worker, [pace_s, None]) for rank in range(2)],
         trainer=trainer or Local("learner", Trainer, [trainer_s, mismatch_k3]),
         resumed_step=resume_step,
-        alternating=alternating,
+        arrangement=ARRANGEMENTS["alternating"] if alternating else None,
     )
     return Built(made.loop, made.pipes, made.sinks, made.trainer)
 

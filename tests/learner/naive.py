@@ -33,9 +33,9 @@ def loss(
     """[T] loss of each token of one completion, before the denominators; as the papers write it, for autograd."""
     ratio = (lp - behavior).exp()
     held = ratio.detach()
-    low, high = config.band or {"sequence_mask": (0.0, 3.0)}.get(config.ratio, (0.5, 5.0))
+    low, high = config.bounds.get("band") or {"sequence_mask": (0.0, 3.0)}.get(config.ratio, (0.5, 5.0))
     inside = (held >= low) & (held <= high)
-    cap = config.cap or {"cispo": 5.0, "sequence_truncate": 3.0}.get(config.ratio, 2.0)
+    cap = config.bounds.get("cap") or {"cispo": 5.0, "sequence_truncate": 3.0}.get(config.ratio, 2.0)
     weights = {"truncated": held.clamp(max=cap), "cispo": held.clamp(max=cap), "icepop": held * inside}
     weights["masked"] = held.clamp(max=cap) * inside
     if config.ratio in weights:
@@ -43,10 +43,12 @@ def loss(
     elif config.ratio.startswith("sequence"):
         value = _trl(lp, behavior, advantage) * _trl_correction(lp, behavior, config.ratio, low, high, cap)
     else:
-        below, above = config.epsilon or {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4)}[config.ratio]
+        below, above = config.bounds.get("epsilon") or {"clip": (0.2, 0.28), "gspo": (3e-4, 4e-4)}[config.ratio]
         if config.ratio == "gspo":
             ratio = (lp - behavior).mean().exp().expand(len(lp))
-        bounded = ratio.clamp(max=config.delta or 4.0)  # as TRL writes it: for both signs, before the minimum
+        bounded = ratio.clamp(
+            max=config.bounds.get("delta", 4.0)
+        )  # as TRL writes it: for both signs, before the minimum
         value = -torch.min(bounded * advantage, ratio.clamp(1 - below, 1 + above) * advantage)
     if reference is not None:
         d = reference - lp

@@ -102,7 +102,7 @@ def test_a_small_model_runs_within_the_default_cap(reward: Any) -> None:
 
 def test_who_eats_memory_is_stopped_and_told_the_cap_and_its_key(reward: Any) -> None:
     (failure,) = _scores(reward("eat_tensor", timeout_s=60), memory_bytes=1 << 30).failures
-    assert "its process may hold 1 GiB: raise rollout.reward_memory, for example to 2GiB" in failure
+    assert "its process may hold 1 GiB: raise rollout.process_memory, for example to 2GiB" in failure
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file: OneOf
         "c_loop": ("timeout", "no answer within 1 s"),
         "leave": ("error", "its process died: exit code 3"),
         "crash": ("error", "its process died: signal SIGSEGV"),
-        "hog": ("error", "line 25): its process may hold 4 GiB: raise rollout.reward_memory, for example to 8GiB"),
+        "hog": ("error", "line 25): its process may hold 4 GiB: raise rollout.process_memory, for example to 8GiB"),
         "later": ("ok", ""),
     }
 

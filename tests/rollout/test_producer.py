@@ -13,7 +13,7 @@ import pytest
 
 from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
 from cluster.buffer import Buffer, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import (
@@ -28,7 +28,7 @@ from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Held, Sampling
 from tests.pushes import pushed, said
 
-DEADLINES = DeadlineConfig(group=0.2, push=5, start=5)
+DEADLINES = Deadlines(group=0.2, push=5, start=5)
 
 
 def no_fault(a: int, b: int) -> str | None:
@@ -317,7 +317,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
-    worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), DeadlineConfig())
+    worker = SupervisedWorker(Local[Any]("generator-0", Blind, []), Deadlines())
     feed = PolicyFeed(worker, PolicySlot(), timeline)
     for version in (3, 4):
         await feed.prove(pushed(Adapter.build(version, b"", {}), (1, 2), said([-1.0])))
@@ -349,7 +349,7 @@ class TooLate:
 @pytest.mark.parametrize("fresh", [True, False])
 async def test_a_policy_that_was_overwritten_is_skipped_and_the_next_one_brought(tmp_path: Path, fresh: bool) -> None:
     timeline, slot = Timeline(tmp_path / "timeline.json"), PolicySlot[Push]()
-    feed = PolicyFeed(SupervisedWorker(Local[Any]("generator-0", TooLate, []), DeadlineConfig()), slot, timeline)
+    feed = PolicyFeed(SupervisedWorker(Local[Any]("generator-0", TooLate, []), Deadlines()), slot, timeline)
     pushes = {version: pushed(Adapter.build(version, b"", {}), (1, 2), said([-version])) for version in (2, 3, 4)}
     await slot.publish(2, pushes[2])
     following = asyncio.create_task(feed.follow(await feed.first()))

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from cluster.actor import ActorDied, DeadlineExceeded, Local
 from cluster.buffer import Buffer, PolicySlot
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
 from rollout.delivery import Answer, Receipt
@@ -85,7 +85,7 @@ class Team:
     ) -> None:
         rank = len(self._tasks)
         actor = Process(f"generator-{rank}", Worker, [rank, gate, learning or opened(), self.asked])
-        deadlines = DeadlineConfig(group=deadline_s, start=0.01)
+        deadlines = Deadlines(group=deadline_s, start=0.01)
         producer = Producer(cast(Local[Any], actor), self.pipes, lambda position, attempt: Sampling(2, 8), deadlines)
         self._tasks.append(asyncio.create_task(producer.run(workers)))
 
@@ -217,7 +217,7 @@ async def test_a_process_that_ends_while_nothing_is_asked_of_it_is_replaced_at_o
             self.ends.clear()
             self.revived.set()
 
-    worker = SupervisedWorker(Ending("generator-0", object, []), DeadlineConfig())
+    worker = SupervisedWorker(Ending("generator-0", object, []), Deadlines())
     keeping = asyncio.create_task(worker.keep())
     await idle()
     assert worker.restarts == 0

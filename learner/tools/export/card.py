@@ -413,7 +413,7 @@ def _run(source: Source) -> Run | None:
 
 
 def _reproduce(config: RunConfig) -> str:
-    tree = config.model_dump(exclude_defaults=True, exclude={"cluster": {"deadlines", "address"}})
+    tree = config.model_dump(exclude_defaults=True, exclude={"cluster": {"patience", "address"}})
     kept = {name: value for name, value in tree.items() if name not in LEFT_OUT}
     text = dump(_without_folders(kept))
     return (

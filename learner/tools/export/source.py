@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
 
 from cluster.errors import WrongInput
 from cluster.machine import available_memory
 from cluster.memory.plan import gib
 from cluster.memory.shape import DTYPE_BYTES
-from cluster.reading import read_text
-from learner.config import RunConfig
+from cluster.reading import read_json
+from learner.config import RunConfig, load
 from learner.driver import checkpoint
 from learner.driver.checkpoint import TRAINER
 from learner.driver.evaluate import Evaluation
@@ -87,11 +86,11 @@ def find(run: Path, step: int | None, model: str | None = None) -> Source:
         raise WrongInput(f"RUN: must be a run folder such as runs/demo-seed0, got {run}; check the path")
     folder = _checkpoint(run / "checkpoints", step)
     try:
-        config = RunConfig.model_validate_json(read_text(folder / "config.json"))
+        config = load.recorded(read_json(folder / "config.json"))
         inputs = Fingerprints.read(folder / FILE)
         evaluations = [Evaluation(**dict(one)) for one in checkpoint.read_state(folder).evaluations]
     except (OSError, ValueError) as error:
-        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        first = str(error).partition("\n")[0]
         raise WrongInput(
             f"RUN: {folder} was made by another version of gleaner, of which this one cannot read all ({first}); "
             "export it with that version, or go on with the run for a step"

@@ -151,7 +151,7 @@ REWARDS = "rewards"
 POSSIBLE = ("learner", REWARDS, "cluster.cpus.learner", "cluster.gpus.learner")
 NOT_ALONE = ("learner.groups_per_step", "learner.push", "learner.restarts")  # of the run's other processes too
 WHERE = (
-    "cluster.cpus.learner", "cluster.gpus.learner", "learner.checkpointing", "learner.offload_boundaries",
+    "cluster.cpus.learner", "cluster.gpus.learner", "learner.checkpointing",
     "learner.token_budget",
 )  # fmt: skip
 
@@ -177,11 +177,11 @@ def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> 
 
 def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int) -> None:
     """Raises WrongInput, with a line for each change that would need other completions, or another beginning."""
-    if then.learner.mode == "full" and then.memory.base == "sharded":
+    if then.learner.mode == "full" and then.arrangement.in_shards:
         raise WrongInput(
-            "memory.base: a replay has the whole model in one process, and a run with learner.mode=full and "
-            "memory.base=sharded sums and rounds in its shards otherwise, so its steps cannot be taken again; --bisect "
-            "looks at what it recorded"
+            "memory.layout: a replay has the whole model in one process, and a run with learner.mode=full and "
+            "memory.layout=sharded sums and rounds in its shards otherwise, so its steps cannot be taken again; "
+            "--bisect looks at what it recorded"
         )
     wrong = [
         f"{key}: must be as in the run, whose completions a replay takes as they are; for another value start a run: "

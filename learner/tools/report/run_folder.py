@@ -11,6 +11,7 @@ from cluster import files
 from cluster.errors import WrongInput
 from cluster.reading import ConfigError, Unreadable, check_plain, json_value, mapping_of, read_text
 from cluster.telemetry import MetricsFile, number
+from learner.config.load import since_moved
 from learner.driver import console
 from rollout import ledger
 
@@ -84,7 +85,7 @@ def read_run(folder: Path, *, every: bool = False) -> Run:
     file = _file(folder / "metrics.jsonl", remarks)
     steps, metrics = ([], {}) if file is None else _curves(file, remarks, every=every)
     replayed = (folder / REPLAY).exists()
-    config, replay = _mapping(folder / "config.yaml", remarks), _mapping(folder / REPLAY, remarks) if replayed else {}
+    config, replay = _config(folder / "config.yaml", remarks), _mapping(folder / REPLAY, remarks) if replayed else {}
     plan = {} if replayed else _mapping(folder / "plan.json", remarks)  # a replay makes none
     spent = _phases(folder, remarks)
     run = Run(folder.resolve().name, file, steps, metrics, config, plan, replay, rollouts, spent, remarks)
@@ -165,6 +166,16 @@ def _phases(folder: Path, remarks: list[str]) -> list[dict[str, float]]:
     except Unreadable as error:
         remarks.append(f"{console.PHASES_FILE} cannot be read: {error}.")
         return []
+
+
+def _config(file: Path, remarks: list[str]) -> dict[str, Any]:
+    """With the keys of today, by which an older run is compared with others."""
+    found = _mapping(file, remarks)
+    try:
+        return since_moved(found)
+    except ConfigError as error:
+        remarks.append(f"{file.name} has a setting that cannot be read ({error}).")
+        return found
 
 
 def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class OpenEnv:
     observe: your function(observation as a dict) -> the text that the policy sees next.
     first: whether the first observation is appended to the problem's last message, or the problem stands alone.
 
-    Raises rewards.base.RewardLoadError for a function that is not there.
+    Raises WrongInput for a function that is not there.
     """
 
     def __init__(self, url: str, action: str, observe: str, first: bool = True) -> None:

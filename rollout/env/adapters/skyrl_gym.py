@@ -23,7 +23,7 @@ class SkyRLGym:
     config: the `env_config` of the instance.
     max_turns: that the instance is told; say the same in env.max_turns.
 
-    Raises WrongInput if the package is missing, rewards.base.RewardLoadError if the class is.
+    Raises WrongInput if the package or the class is missing.
     """
 
     def __init__(self, env: str, config: Mapping[str, Any] | None = None, max_turns: int = 8) -> None:

@@ -50,7 +50,7 @@ def check_given(name: str, reward: Callable[..., Any], have: Mapping[str, Any]) 
 def load_rewards(uses: Sequence[str], taken: Collection[str] = ()) -> dict[str, Callable[..., Any]]:
     """The functions by the names that their parts of the reward have. taken: the names of other parts.
 
-    Raises rewards.base.RewardLoadError for a name that leads to no function, WrongInput for two parts of one name.
+    Raises WrongInput for a name that leads to no function, and for two parts of one name.
     """
     uses = [uses] if isinstance(uses, str) else uses
     functions = [load_own(use, "my_reward") for use in uses]
@@ -89,8 +89,8 @@ class TrlEnvironment:
     turn_timeout_s: seconds for all calls of a turn; those that are left then are answered without being called.
     max_chars: of an answer; a longer one is cut and says so.
 
-    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, WrongInput for two parts of
-    the reward with one name.
+    Raises WrongInput for a name that leads to nothing that can be called, and for two parts of the reward with one
+    name.
     """
 
     def __init__(

@@ -94,8 +94,7 @@ class TrlRolloutFunc:
 
     Python's and numpy's global random numbers are seeded with the group's seed.
 
-    Raises rewards.base.RewardLoadError for a name that leads to nothing that can be called, WrongInput for two reward
-    functions of one name.
+    Raises WrongInput for a name that leads to nothing that can be called, and for two reward functions of one name.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class PythonTools:
     turn_timeout_s: seconds for all calls of a turn; those that are left then are answered without being called.
     max_chars: of one answer; a longer one is cut and says so.
 
-    Raises WrongInput, before anything is sampled, for a function that cannot be a tool and for two of one name;
-    rewards.base.RewardLoadError for a name that leads to no function.
+    Raises WrongInput, before anything is sampled, for a function that cannot be a tool, for two of one name, and for a
+    name that leads to no function.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def test_a_reference_is_advised_in_shards_and_in_8_bits_only_whole() -> None:
     for ranks, size in ((1, 166), (2, 76)):  # each a little less than there must be
         misfit = plan(SHAPES["Llama-3.1-8B"], size * GIB, Workload(), replace(wish, base_ranks=ranks))
         assert isinstance(misfit, Misfit)
-        assert misfit.advice[0] == f"memory.base=sharded with cluster.learners={2 * ranks}, a card each"
+        assert misfit.advice[0] == f"memory.layout=sharded with cluster.learners={2 * ranks}, a card each"
         assert ("model.reference_dtype=int8" in misfit.advice) == (ranks == 1)
 
 
@@ -83,7 +83,7 @@ def test_full_fine_tuning_of_an_8b_is_advised_in_shards() -> None:
     work, wish = Workload(generations=8, prompt=256, completion=786), Wish(base="none", layouts=("separate",))
     misfit = plan(SHAPES["Llama-3.1-8B"], 80 * GIB, work, replace(wish, mode="full"))
     assert isinstance(misfit, Misfit)
-    assert misfit.advice[0] == "memory.base=sharded with cluster.learners=2, a card each"
+    assert misfit.advice[0] == "memory.layout=sharded with cluster.learners=2, a card each"
     assert isinstance(plan(SHAPES["Llama-3.1-8B"], 40 * GIB, work, replace(wish, mode="full", base_ranks=8)), Plan)
 
 
@@ -93,7 +93,7 @@ def test_a_14b_in_16_bits_is_trained_on_cards_of_24_gib_and_the_advice_says_how(
     wish = Wish(base="none", layouts=("separate",))
     misfit = plan(shape, 24 * GIB, work, wish)
     assert isinstance(misfit, Misfit)
-    assert misfit.advice[0] == "memory.base=sharded with cluster.learners=2, a card each"
+    assert misfit.advice[0] == "memory.layout=sharded with cluster.learners=2, a card each"
     divided, whole = (
         plan(shape, 24 * GIB, work, replace(wish, base_ranks=2, exact=True)),
         plan(shape, 80 * GIB, work, wish),

@@ -75,7 +75,7 @@ def test_a_second_copy_does_not_fit(
     misfit = planned(name, base, few, gib, shared=False)
     assert isinstance(misfit, Misfit)
     assert misfit.least.device_peak / GB == pytest.approx(twice, abs=0.05)
-    assert misfit.advice[0] == "memory.base=shared"
+    assert misfit.advice[0] == "memory.layout=shared"
 
 
 def test_4_bits_are_taken_where_16_do_not_fit_and_generators_do_not_sleep() -> None:

@@ -276,7 +276,7 @@ EXAMPLE = f"{Path(__file__).parents[3] / 'examples' / 'my_loss.py'}:topr"
 def topr(lp: Tensor, behavior: Tensor, advantage: Any, reference: Tensor | None, config: LossConfig) -> Tensor:
     """[T] TOPR's loss of one completion (2503.14286), in the place of tests.learner.naive.loss."""
     whole = (lp.detach() - behavior).sum().exp()
-    weight = 1.0 if advantage >= 0 else min(float(whole), config.cap or 1.0)
+    weight = 1.0 if advantage >= 0 else min(float(whole), config.bounds.get("cap", 1.0))
     return lp * -weight * float(advantage)
 
 
@@ -284,8 +284,9 @@ def topr(lp: Tensor, behavior: Tensor, advantage: Any, reference: Tensor | None,
 async def test_the_example_trains_a_step_as_its_paper_says(
     tiny_path: str, adapter_path: str, groups: list[pa.Table], monkeypatch: pytest.MonkeyPatch, cap: float | None
 ) -> None:
-    config = LossConfig(ratio=EXAMPLE, cap=cap)
-    assert refusal(EXAMPLE, cap=cap) is None
+    given: Any = {} if cap is None else {"cap": cap}
+    config = LossConfig(ratio=EXAMPLE, bounds=given)
+    assert refusal(EXAMPLE, **given) is None
     trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config, token_budget=60)
     found = await gradient(trainer, groups)
     monkeypatch.setattr(naive, "loss", topr)
@@ -293,10 +294,10 @@ async def test_the_example_trains_a_step_as_its_paper_says(
     assert distance(found, naive_gradient(model, None, groups, config, advantages_by_hand("batch"))) < 2e-5
 
 
-def refusal(ratio: str, **settings: Any) -> str | None:
+def refusal(ratio: str, **bounds: Any) -> str | None:
     """What the trial says of a surrogate that cannot train."""
     try:
-        try_surrogate(LossConfig(ratio=ratio, **settings))
+        try_surrogate(LossConfig.model_validate({"ratio": ratio, "bounds": bounds}))
     except WrongInput as error:
         return str(error)
     return None
@@ -356,7 +357,7 @@ def test_a_setting_that_the_function_does_not_take_is_refused(tmp_path: Path) ->
     (tmp_path / "wrong.py").write_text(WRONG)
     said = refusal(f"{tmp_path}/wrong.py:no_setting", cap=3)
     assert said is not None
-    assert re.fullmatch(r"learner.loss.cap: .*no_setting has no parameter cap; .* \(got 3.0\)", said)
+    assert re.fullmatch(r"learner.loss.bounds.cap: .*no_setting has no parameter cap; .* \(got 3.0\)", said)
     assert refusal(f"{tmp_path}/wrong.py:no_setting") is None
     assert refusal(f"{tmp_path}/wrong.py:any_setting", cap=3) is None
 
@@ -388,7 +389,7 @@ def vespo(tokens):  # 2602.10693
     k, lam = torch.where(good, 2.0, 3.0), torch.where(good, 3.0, 2.0)
     return tokens.weighted((lam + k * w.log() - lam * w).exp()), w > torch.inf
 
-def masked(tokens, cap):  # DeepSeek-V3.2's mask of sequences, its threshold as learner.loss.cap
+def masked(tokens, cap):  # DeepSeek-V3.2's mask of sequences, its threshold as bounds.cap
     far = -tokens.over_completions("mean").log_ratio > cap
     dropped = far & (tokens.advantages < 0)
     return tokens.ratio * tokens.advantages * ~dropped, dropped
@@ -431,5 +432,5 @@ def by_hand(name: str, log: float, logs: list[float], a: float) -> tuple[float, 
 
 
 def test_settings_of_an_own_function_are_those_that_are_given() -> None:
-    assert LossConfig(ratio=EXAMPLE).bounds == {}
-    assert LossConfig(ratio=EXAMPLE, cap=3, band=(0.5, 2)).bounds == {"cap": 3.0, "band": (0.5, 2.0)}
+    assert LossConfig(ratio=EXAMPLE).arguments == {}
+    assert LossConfig(ratio=EXAMPLE, bounds={"cap": 3, "band": (0.5, 2)}).arguments == {"cap": 3.0, "band": (0.5, 2.0)}

@@ -80,7 +80,9 @@ def ratios_of(case: dict[str, Any]) -> list[float]:
 def apart(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> float:
     """How far slopes, loss and counts of token_loss are from those of the formulas by hand, at most."""
     bounds = {name: bounds[name] for name in SURROGATES[ratio].settings}
-    config = LossConfig.model_construct(ratio=ratio, **bounds)  # without validation: any bounds, as the draw has them
+    config = LossConfig.model_construct(
+        ratio=ratio, bounds=bounds
+    )  # without validation: any bounds, as the draw has them
     n, c, a = len(case["logprobs"]), case["coefficients"], case["advantages"]
     batch = batch_of(case["behavior"], a, c, lengths=case["lengths"].tolist())
     slopes, parts = token_loss(
@@ -151,7 +153,7 @@ def test_bounds_on_every_edge(ratio: str) -> None:
     ("gaps", "weights"), [([5.0, 20.0], [math.exp(5), math.exp(20)]), ([0.5, 1.0], [1.6487, 2.7183])]
 )
 def test_a_band_without_upper_end_drops_no_token_above_one(gaps: list[float], weights: list[float]) -> None:
-    config = LossConfig(ratio="icepop", band=(0.75, math.inf))
+    config = LossConfig(ratio="icepop", bounds={"band": (0.75, math.inf)})
     batch = batch_of(torch.zeros(2), torch.ones(2), torch.ones(2))
     slopes, parts = token_loss(torch.tensor(gaps), torch.zeros(2), batch, config, reference=None, version=0)
     assert slopes.tolist() == pytest.approx([-one for one in weights], rel=1e-4)
@@ -160,7 +162,7 @@ def test_a_band_without_upper_end_drops_no_token_above_one(gaps: list[float], we
 
 @pytest.mark.parametrize("length", [5, 40])  # of tokens at e^20 each: beyond what float32 holds
 def test_a_ratio_that_overflowed_is_outside_of_it(length: int) -> None:
-    config = LossConfig(ratio="sequence_mask", band=(0.75, math.inf))
+    config = LossConfig(ratio="sequence_mask", bounds={"band": (0.75, math.inf)})
     batch = batch_of(torch.full((length,), -20.0), torch.ones(length), torch.ones(length), lengths=[length])
     slopes, parts = token_loss(torch.zeros(length), torch.zeros(length), batch, config, reference=None, version=0)
     assert slopes.tolist() == [0.0] * length
@@ -176,9 +178,9 @@ def test_a_new_row_is_all_that_a_variant_needs(monkeypatch: pytest.MonkeyPatch) 
     row = Surrogate(squared, "sg(min(r^2, cap)) A log π", "nobody's", {"cap": 1.5})
     monkeypatch.setitem(SURROGATES, "squared", row)
     config = LearnerConfig.model_validate({"loss": {"ratio": "squared"}}).loss
-    assert config.bounds == {"cap": 1.5}
+    assert config.arguments == {"cap": 1.5}
     with pytest.raises(ValidationError, match="band: belongs to ratio: .* squared has none"):
-        LossConfig(ratio="squared", band=(0.5, 2))
+        LossConfig(ratio="squared", bounds={"band": (0.5, 2)})
     assert "| squared | sg(min(r^2, cap)) A log π | cap 1.5 | nobody's |" in table()
     batch = batch_of(torch.zeros(2), torch.ones(2), torch.ones(2))
     slopes, _ = token_loss(torch.tensor([1.1, 2.0]).log(), torch.zeros(2), batch, config, reference=None, version=0)
@@ -217,7 +219,7 @@ PAPERS = BOUNDS["gspo"]
 )
 def test_weights_without_a_sign_by_hand(name: Any, weights: list[float], clipped: list[int]) -> None:
     ratio = torch.tensor([0.4, 0.5001, 1.0, 1.9, 2.5, 4.9999, 5.1])
-    found = RATIOS[name](ratio.log(), torch.full((7,), -3.0), NO_LENGTHS, LossConfig(ratio=name).bounds)
+    found = RATIOS[name](ratio.log(), torch.full((7,), -3.0), NO_LENGTHS, LossConfig(ratio=name).arguments)
     assert found.weight.tolist() == pytest.approx(weights, rel=3e-4)
     assert found.objective.tolist() == pytest.approx([-3 * w for w in weights], rel=3e-4)
     assert found.clipped.nonzero().flatten().tolist() == clipped
@@ -227,7 +229,8 @@ def test_weights_without_a_sign_by_hand(name: Any, weights: list[float], clipped
 def test_clip_by_hand(epsilon: tuple[float, float] | None) -> None:
     ratio = torch.tensor([0.5, 1.2, 1.5, 0.5, 0.9, 1.5])
     advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
-    found = clip(ratio.log(), advantage, NO_LENGTHS, LossConfig(ratio="clip", epsilon=epsilon).bounds)
+    given: Any = {} if epsilon is None else {"epsilon": epsilon}
+    found = clip(ratio.log(), advantage, NO_LENGTHS, LossConfig(ratio="clip", bounds=given).arguments)
     assert found.weight.tolist() == pytest.approx([0.5, 1.2, 0, 0, 0.9, 1.5])
     assert found.objective.tolist() == pytest.approx([1.0, 2.4, 2.56, -1.6, -1.8, -3.0])
     assert found.clipped.tolist() == [False, False, True, True, False, False]
@@ -238,7 +241,7 @@ def test_gspo_by_hand() -> None:
     ratio = torch.tensor([1.21, 1.0, 1.5, 4.0, 0.5, 0.5])
     advantage = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
     lengths = torch.tensor([2, 1, 3])
-    found = gspo(ratio.log(), advantage, lengths, LossConfig(ratio="gspo", epsilon=(0.2, 0.28)).bounds)
+    found = gspo(ratio.log(), advantage, lengths, LossConfig(ratio="gspo", bounds={"epsilon": (0.2, 0.28)}).arguments)
     assert found.weight.tolist() == pytest.approx([1.1, 1.1, 0, 1, 1, 1])
     assert found.objective.tolist() == pytest.approx([2.2, 2.2, 2.56, -1, -1, -1])
     assert found.clipped.tolist() == [False, False, True, False, False, False]
@@ -250,14 +253,15 @@ def test_gspo_by_hand() -> None:
 
 @pytest.mark.parametrize("ratio", ["clip", "gspo"])
 def test_a_token_that_the_sampler_found_unlikely_cannot_outweigh_a_batch(ratio: Any) -> None:
-    """A gap of 5 nats, A < 0: its weight was e^5 = 148. The bound is INTELLECT-2's 4, or loss.delta; A > 0 is PPO's."""
+    """A gap of 5 nats, A < 0: its weight was e^5 = 148. The bound is INTELLECT-2's 4, or `delta`; A > 0 is PPO's."""
     gap, advantage, one = torch.tensor([5.0, 5.0, 1.0]), torch.tensor([-2.0, 2.0, -2.0]), torch.tensor([1, 1, 1])
     epsilon = (0.2, 0.28)
-    found = RATIOS[ratio](gap, advantage, one, LossConfig(ratio=ratio, epsilon=epsilon).bounds)
+    found = RATIOS[ratio](gap, advantage, one, LossConfig(ratio=ratio, bounds={"epsilon": epsilon}).arguments)
     assert found.weight.tolist() == pytest.approx([0, 0, math.e])
     assert found.objective.tolist() == pytest.approx([-8, 2.56, -2 * math.e])
     assert found.clipped.tolist() == [True, True, False]
-    narrow = RATIOS[ratio](gap, advantage, one, LossConfig(ratio=ratio, epsilon=epsilon, delta=2).bounds)
+    lower = LossConfig(ratio=ratio, bounds={"epsilon": epsilon, "delta": 2})
+    narrow = RATIOS[ratio](gap, advantage, one, lower.arguments)
     assert narrow.weight.tolist() == [0, 0, 0]
     assert narrow.objective.tolist() == pytest.approx([-4, 2.56, -4])
 
@@ -267,16 +271,16 @@ def test_sequence_ratios_by_hand() -> None:
     logs, advantage = torch.tensor([2.0, 1.25, 3.5, 4.0, 0.02]).log(), torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])
     lengths = torch.tensor([2, 1, 2])
     mask, truncate = RATIOS["sequence_mask"], RATIOS["sequence_truncate"]
-    found = mask(logs, advantage, lengths, LossConfig(ratio="sequence_mask").bounds)
+    found = mask(logs, advantage, lengths, LossConfig(ratio="sequence_mask").arguments)
     assert found.weight.tolist() == pytest.approx([2.5, 2.5, 0, 0.08, 0.08], rel=1e-5)
     assert found.objective.tolist() == pytest.approx([2.5, 2.5, 0, 0.08, 0.08], rel=1e-5)
     assert found.clipped.tolist() == [False, False, True, False, False]
-    found = mask(logs, advantage, lengths, LossConfig(ratio="sequence_mask", band=(0.1, 4)).bounds)
+    found = mask(logs, advantage, lengths, LossConfig(ratio="sequence_mask", bounds={"band": (0.1, 4)}).arguments)
     assert found.weight.tolist() == pytest.approx([2.5, 2.5, 3.5, 0, 0], rel=1e-5)
-    found = truncate(logs, advantage, lengths, LossConfig(ratio="sequence_truncate").bounds)
+    found = truncate(logs, advantage, lengths, LossConfig(ratio="sequence_truncate").arguments)
     assert found.weight.tolist() == pytest.approx([2.5, 2.5, 3, 0.08, 0.08], rel=1e-5)
     assert found.clipped.tolist() == [False, False, True, False, False]
-    far = mask(torch.full((20,), 20.0), torch.ones(20), torch.tensor([20]), LossConfig(ratio="sequence_mask").bounds)
+    far = mask(torch.full((20,), 20.0), torch.ones(20), torch.tensor([20]), LossConfig(ratio="sequence_mask").arguments)
     assert far.objective.tolist() == [0] * 20  # e^400 is no number of float32
 
 
@@ -292,7 +296,7 @@ def test_a_ratio_on_its_bound_is_within_it(name: str, advantage: float) -> None:
 
 
 def test_a_token_without_advantage_is_not_clipped_and_no_ratio_is_infinite() -> None:
-    found = clip(torch.tensor([-3.0, 1.0, 3.0]), torch.zeros(3), NO_LENGTHS, LossConfig(ratio="clip").bounds)
+    found = clip(torch.tensor([-3.0, 1.0, 3.0]), torch.zeros(3), NO_LENGTHS, LossConfig(ratio="clip").arguments)
     assert not found.clipped.any()
     assert found.objective.tolist() == [0, 0, 0]
     far = log_ratio_of(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-9999.0, 9998.0, -1.5]))
@@ -302,15 +306,15 @@ def test_a_token_without_advantage_is_not_clipped_and_no_ratio_is_infinite() -> 
 LENGTHS = [100, 1, 249, 150]  # of completions: 500 tokens
 CHOICES: list[dict[str, Any]] = [
     *({"ratio": ratio} for ratio in RATIOS if ratio != "gspo"),
-    {"ratio": "gspo", "epsilon": (0.2, 0.28)},
-    {"ratio": "gspo", "epsilon": (0.1, 0.1), "delta": 1.3},
-    {"ratio": "clip", "epsilon": (0.1, 0.4), "delta": 1.5},
-    {"ratio": "masked", "cap": 1.5, "band": (0.8, 3)},
-    {"ratio": "icepop", "band": (0.2, 2)},
-    {"ratio": "truncated", "cap": 1},
-    {"ratio": "cispo", "cap": 3},
-    {"ratio": "sequence_mask", "band": (0.95, 5)},
-    {"ratio": "sequence_truncate", "cap": 1.5},
+    {"ratio": "gspo", "bounds": {"epsilon": (0.2, 0.28)}},
+    {"ratio": "gspo", "bounds": {"epsilon": (0.1, 0.1), "delta": 1.3}},
+    {"ratio": "clip", "bounds": {"epsilon": (0.1, 0.4), "delta": 1.5}},
+    {"ratio": "masked", "bounds": {"cap": 1.5, "band": (0.8, 3)}},
+    {"ratio": "icepop", "bounds": {"band": (0.2, 2)}},
+    {"ratio": "truncated", "bounds": {"cap": 1}},
+    {"ratio": "cispo", "bounds": {"cap": 3}},
+    {"ratio": "sequence_mask", "bounds": {"band": (0.95, 5)}},
+    {"ratio": "sequence_truncate", "bounds": {"cap": 1.5}},
 ]
 
 
@@ -352,12 +356,12 @@ def test_decoupled_by_hand() -> None:
     assert (int(parts["clipped"]), int(parts["masked"])) == (2, 1)
     assert parts["k3"].item() == pytest.approx(sum(s - math.log(s) - 1 for s in stale.tolist()), rel=1e-5)
     assert parts["gap_max"].item() == pytest.approx(math.log(10), rel=1e-5)
-    config = LossConfig(ratio="clip", cap=1.2)
+    config = LossConfig(ratio="clip", bounds={"cap": 1.2})
     slopes, _ = token_loss(
         proximal + moved.log(), torch.zeros(4), batch, config, reference=None, version=0, proximal=proximal
     )
     assert slopes.tolist() == pytest.approx([-0.25 * w for w in (1.32, 0, 1.32, 0.09)])
-    config = LossConfig(ratio="clip", cap=1)  # on which a policy that has not moved lies
+    config = LossConfig(ratio="clip", bounds={"cap": 1})  # on which a policy that has not moved lies
     _, parts = token_loss(mu, torch.zeros(4), batch, config, reference=None, version=0, proximal=mu)
     assert int(parts["clipped"]) == 0
 
@@ -366,20 +370,26 @@ def test_decoupled_by_hand() -> None:
     ("loss", "sentence"),
     [
         (
-            {"epsilon": [0.1, 0.1]},
+            {"bounds": {"epsilon": [0.1, 0.1]}},
             r"epsilon: belongs to ratio: gspo, clip, and masked has none; .*=\[0.1, 0.1\]",
         ),
-        ({"delta": 3}, r"delta: belongs to ratio: gspo, clip, and masked has none; .*got delta=3.0"),
-        ({"ratio": "icepop", "cap": 3}, r"cap: belongs to ratio: masked, truncated, cispo, .* and icepop has none"),
-        ({"ratio": "cispo", "band": [0.5, 2]}, r"band: belongs to ratio: masked, icepop, sequence_mask, and cispo has"),
-        ({"ratio": "clip", "delta": 1.28}, r"delta: must be above 1 \+ epsilon's upper part, 1.28, .*got 1.28"),
-        ({"ratio": "clip", "epsilon": [0.2, 3.5]}, r"delta: must be above .* 4.5, .*got 4"),
-        ({"band": [1.1, 2]}, r"band.0\n.*less than or equal to 1"),
-        ({"cap": 0.5}, r"cap\n.*greater than or equal to 1"),
+        ({"bounds": {"delta": 3}}, r"bounds.delta: belongs to ratio: gspo, clip, and masked has none; .*got delta=3.0"),
+        ({"ratio": "icepop", "bounds": {"cap": 3}}, r"cap: belongs to ratio: masked, .* and icepop has none"),
+        ({"ratio": "cispo", "bounds": {"band": [0.5, 2]}}, r"band: belongs to ratio: masked, icepop, .* cispo has"),
+        (
+            {"ratio": "clip", "bounds": {"delta": 1.28}},
+            r"bounds.delta: must be above 1 \+ epsilon's upper part, 1.28, .*got 1.28",
+        ),
+        ({"ratio": "clip", "bounds": {"epsilon": [0.2, 3.5]}}, r"bounds.delta: must be above .* 4.5, .*got 4"),
+        ({"bounds": {"band": [1.1, 2]}}, r"bounds.band.0\n.*less than or equal to 1"),
+        ({"bounds": {"cap": 0.5}}, r"bounds.cap\n.*greater than or equal to 1"),
+        ({"bounds": {"cap": True}}, "bounds\n.*cap must be a number"),
+        ({"bounds": {"epsilom": 1}}, "bounds\n.*must be epsilon, delta, cap, band, got 'epsilom'"),
+        ({"bounds": 3}, "bounds\n.*must be given by name"),
     ],
 )
 def test_bounds_that_the_ratio_does_not_have_are_refused(loss: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         LearnerConfig.model_validate({"loss": loss})
-    split = {"updates_per_batch": 2, "loss": {"ratio": "clip", "cap": 3}}
-    assert LearnerConfig.model_validate(split).loss.bounds["cap"] == 3
+    split = {"updates_per_batch": 2, "loss": {"ratio": "clip", "bounds": {"cap": 3}}}
+    assert LearnerConfig.model_validate(split).loss.arguments["cap"] == 3

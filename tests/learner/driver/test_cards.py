@@ -47,7 +47,7 @@ def test_defaults_on_a_card_are_the_plan_s() -> None:
     config = config_of(rollout={"num_generations": 16, "max_completion_length": 786})
     budgets = settle(config, SHAPES["Llama-3.2-1B"].to_config(), 79 * GIB)
     assert budgets.plan is not None
-    assert (budgets.layout, budgets.learner.checkpointing, budgets.learner.token_budget) == (
+    assert (budgets.arrangement.name, budgets.learner.checkpointing, budgets.learner.token_budget) == (
         "slices",
         "none",
         12816,
@@ -70,7 +70,7 @@ def test_sequences_follow_the_step_and_the_room() -> None:
     small = settle(many, SHAPES["Llama-3.2-1B"].to_config(), int(8.25 * GIB))
     assert small.plan is not None
     assert (small.plan.sequences, small.sequences) == (33, 64)  # the logits of 256 would leave room for fewer
-    env = {"use": "number_guessing", "timeout_s": 400}  # 64 are under way, of which 2 * 64 or 2 * 8 play at once
+    env = {"use": "number_guessing", "step_timeout_s": 40}  # 64 are under way, of which 2 * 64 or 2 * 8 play at once
     deadline = [settled(config_of(env=env), replace(small, sequences=n)).group_deadline_s for n in (64, 8)]
     assert deadline == [900, 4 * 900]
     fixed = config_of(rollout={"max_num_seqs": 11})

@@ -49,12 +49,12 @@ def test_a_file_with_overrides_on_top(tmp_path: Path) -> None:
     overrides = [
         "--learner.learning_rate=1e-4",
         "rewards.1.weight=3",
-        "learner.loss.epsilon=[0.1,1]",
+        "learner.loss.bounds={epsilon: [0.1,1]}",
         "learner.loss.ratio=clip",
     ]
     config = load_config(str(path), [*overrides, "data.prompt=Q: {question}"])
     assert config.learner.learning_rate == 1e-4  # YAML 1.1 reads 1e-4 as text
-    assert config.learner.loss.epsilon == (0.1, 1.0)
+    assert config.learner.loss.bounds == {"epsilon": (0.1, 1.0)}
     assert [(r.use, r.weight) for r in config.rewards] == [("format", 0.5), ("accuracy", 3.0)]
     assert (config.data.prompt, config.data.path) == ("Q: {question}", "train.jsonl")
     assert config.rollout.kv_cache == 64 * 2**20
@@ -104,10 +104,13 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
         ("rollout.kv_cache=12 parsecs", "rollout.kv_cache: not a size: '12 parsecs'; write for example 256MiB"),
         ("learner.lora.rank=17", "learner.lora.rank: Input should be 1, 2, 4, 8, 16, 32, 64, 128 or 256 (got 17)"),
         ("learner.learning_rate=.nan", "learner.learning_rate: Input should be a finite number (got nan)"),
-        ("learner.loss.band=[0.5,.nan]", "learner.loss.band.1: Input should be greater than or equal to 1 (got nan)"),
+        (
+            "learner.loss.bounds.band=[0.5,.nan]",
+            "learner.loss.bounds.band.1: Input should be greater than or equal to 1 (got nan)",
+        ),
         (
             "learner.checkpointing=0",
-            "learner.checkpointing: Input should be 'none', 'full', 'mlp' or 'auto', or greater than or equal to 1",
+            "learner.checkpointing: Input should be 'none', 'full', 'mlp', 'offloaded' or 'auto', or greater than or",
         ),
         ("env.concurrency=few", "env.concurrency: Input should be a valid integer, unable to parse string as an integ"),
         ("cluster.gpus=0.5", "cluster.gpus: must be given key by key (generator, learner); write for example cluster."),
@@ -143,8 +146,8 @@ def test_a_name_of_other_programs_is_told_its_place(override: str, place: str) -
 
 
 def test_a_band_without_upper_end_is_kept_as_it_is_written(tmp_path: Path) -> None:
-    config = load_config(None, [*NEEDED, "learner.loss.band=[0.25,.inf]"])
-    assert config.learner.loss.band == (0.25, float("inf"))
+    config = load_config(None, [*NEEDED, "learner.loss.bounds.band=[0.25,.inf]"])
+    assert config.learner.loss.bounds["band"] == (0.25, float("inf"))
     assert load_config(str(write(tmp_path, to_yaml(config))), []) == config
 
 
@@ -203,7 +206,7 @@ def test_where_text_alone_is_wanted_nothing_else_is_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("learner.checkpointing=true", "must be none or full or mlp or auto or a number (got True)"),
+        ("learner.checkpointing=true", "must be none or full or mlp or offloaded or auto or a number (got True)"),
         ("steps=true", "must be a number (got True)"),
         ("learner.learning_rate=false", "must be a number (got False)"),
         ("cluster.gpus.generator=true", "must be a number (got True)"),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from cluster.config import Deadlines
 from cluster.errors import WrongInput
 from examples.random_model import make_adapter, make_tiny_model
 from learner.config import RunConfig
@@ -265,7 +266,8 @@ def test_a_trial_has_a_deadline(model: Path, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     Path("sleeper.py").write_text("import time\ntime.sleep(600)\n")
     Path("dies.py").write_text("raise SystemExit('no memory for that')\n")
-    config = RunConfig.model_validate(config_of(model, cluster={"deadlines": {"start": 0.5}}))
+    late = RunConfig.model_validate(config_of(model))
+    config = late.model_copy(update={"cluster": late.cluster.waiting(Deadlines(start=0.5))})
     with pytest.raises(WrongInput, match="sleeper did not come to an end within 0.5 s"):
         Trial("sleeper", config).finish()
     config = RunConfig.model_validate(config_of(model))

@@ -15,7 +15,7 @@ from learner.driver.local import VOCAB
 from learner.driver.loop import Batches
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.types import Completion, Sampling
-from tests.learner.loops import build, configure, finish
+from tests.learner.loops import build, configure, finish, waiting
 
 GROUP_S = 0.02
 
@@ -42,8 +42,9 @@ async def test_groups_that_wait_for_room_in_the_engine_are_not_taken_for_hung(tm
     """32 are asked for at once, of which the last is there after three times the deadline of one."""
     config = configure(
         max_staleness=3, data={"path": "fake", "eval": {"every": 0}}, learner={"groups_per_step": 8},
-        rollout={"max_num_seqs": 2}, cluster={"deadlines": {"group": 10 * GROUP_S}},
+        rollout={"max_num_seqs": 2},
     )  # fmt: skip
+    config = waiting(config, group=10 * GROUP_S)
     run = build(tmp_path, config, 4, workers=[Local("generator-0", Worker, [])])
     await finish(run)
     assert [producer.worker.restarts for producer in run.loop.producers] == [0]
@@ -65,7 +66,7 @@ def test_the_deadline_counts_once_for_each_round(changed: dict[str, object], rou
 
 
 def config_of(**changed: object) -> RunConfig:
-    return configure(cluster={"deadlines": {"start": 0.05, "group": 0.02}}, **changed)
+    return waiting(configure(**changed), start=0.05, group=0.02)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.actor import Local, Unusable
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from learner.config import RunConfig
 from learner.driver import evaluate as held_out_calls
 from learner.driver.evaluate import Calls, Evaluation, calls_of, evaluate, generate
@@ -39,7 +39,7 @@ def test_how_problems_are_asked_for(problems: int, generators: int, running: int
 
 def generator(rank: int, worker: type[FakeWorker] = FakeWorker) -> EvaluatedWorker:
     actor = Local(f"generator-{rank}", worker, [FakeEngine(8, stop_ids=(0, 2, 4), delay_s=1e-3), rank])
-    return EvaluatedWorker(actor, Weights.unchanged(0), DeadlineConfig())
+    return EvaluatedWorker(actor, Weights.unchanged(0), Deadlines())
 
 
 async def begun(*generators: EvaluatedWorker) -> list[EvaluatedWorker]:
@@ -150,7 +150,7 @@ async def test_calls_of_a_generator_that_is_gone_do_not_wait_for_it_where_it_ask
         async def revive(self, deadline_s: float) -> None:
             await asyncio.Event().wait()
 
-    gone = EvaluatedWorker(NoRoom("generator-0", Dies, [FakeEngine(8), 0]), Weights.unchanged(0), DeadlineConfig())
+    gone = EvaluatedWorker(NoRoom("generator-0", Dies, [FakeEngine(8), 0]), Weights.unchanged(0), Deadlines())
     workers = await begun(gone, generator(1, Busy))
     config = configure(rollout={"max_num_seqs": 20})
     async with asyncio.timeout(10):

@@ -18,6 +18,7 @@ from cluster.config import RewardProcessConfig
 from cluster.placement import Role
 from learner.algo.surrogates import LossConfig
 from learner.config import RunConfig, roles
+from learner.config.arrangement import ARRANGEMENTS
 from learner.driver import launch
 from learner.driver.console import Phases
 from learner.driver.failure import LearnerLost
@@ -66,7 +67,7 @@ def config_of(path: str, adapter: str | None = None) -> RunConfig:
                 "temperature": TEMPERATURE,
                 "max_num_seqs": 11,
                 "reward_workers": 2,
-                "reward_memory": "5GiB",
+                "process_memory": "5GiB",
                 "stop": ["\n\n"],
             },
             "learner": {"lora": {"rank": 8, "alpha": 16}, "loss": LOSS, "optimizer": {"max_grad_norm": 1e9}},
@@ -83,7 +84,7 @@ def test_each_group_is_sampled_as_configured_with_a_seed_of_its_own() -> None:
 
 def test_a_generator_is_built_from_its_settings() -> None:
     config = config_of("m")
-    budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
+    budgets = Budgets(config.learner, 12345, 11, None, 0, ARRANGEMENTS["separate"], None, "")
     spec = worker_spec(config, 4, budgets)
     assert (spec.rank, spec.run_id, spec.rewards) == (4, "seeded3", tuple(functions_of(config.rewards)))
     assert [(reward.use, reward.name, reward.weight) for reward in spec.rewards] == [
@@ -116,7 +117,7 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
     wanted += [config.run_dir / "reward_output.log"]
     env = CHILDREN_END_BY_THEMSELVES | {"GLEANER_REWARD_DEVICE": "cuda"}
     assert asked == [(Role(f"rewards-{i}", 3, 1, node="big"), RewardServer, wanted, env, True) for i in range(2)]
-    budgets = Budgets(config.learner, 12345, 11, None, 0, "separate", None, "")
+    budgets = Budgets(config.learner, 12345, 11, None, 0, ARRANGEMENTS["separate"], None, "")
     spec = worker_spec(config, 0, budgets, found)
     assert spec.reward_processes == RewardProcesses(tuple(found), config.group_deadline_s)
     assert config.reward_processes == 2 * 2

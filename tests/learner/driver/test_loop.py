@@ -34,6 +34,7 @@ from tests.learner.loops import (
     first,
     lines,
     started,
+    waiting,
 )  # fmt: skip
 
 
@@ -388,11 +389,11 @@ async def test_a_run_ends_early_with_a_checkpoint_and_stays_ended(
 
 
 async def test_the_guard_stops_a_run_that_learns_from_what_it_would_not_have_sampled(tmp_path: Path) -> None:
-    loop = build(tmp_path, configure(guard={"steps": 2}), 100, mismatch_k3=0.02)
+    loop = build(tmp_path, configure(), 100, mismatch_k3=0.02)
     with pytest.raises(BaseExceptionGroup) as caught:
         await finish(loop)
-    assert "step 5: policy/mismatch_k3: must be at most guard.mismatch_k3=0.01" in str(first(caught.value))
-    assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / "step-000005"
+    assert "step 8: policy/mismatch_k3: must be at most guard.mismatch_k3=0.01" in str(first(caught.value))
+    assert checkpoint.newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / "step-000008"
 
 
 async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -> None:
@@ -441,7 +442,7 @@ class Stuck(Local[Any]):
 
 
 async def test_a_late_acknowledgement_ends_the_wait_for_groups(tmp_path: Path) -> None:
-    config = configure(cluster={"deadlines": {"push": 0.1, "start": 0.1, "group": 250}})
+    config = waiting(configure(), push=0.1, start=0.1, group=250)
     with pytest.raises(BaseExceptionGroup) as caught:
         await finish(build(tmp_path, config, 6, workers=[Stuck("generator-0", Worker, [0.0, None])]))
     assert "policy v1 not acknowledged after 0.2 s by generator-0 (holds v0)" in str(first(caught.value))

@@ -220,7 +220,7 @@ def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
 
 def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
     """What the process of --dry-run says that tries to share the base."""
-    shared = RunConfig.model_validate(config | {"model": model, "memory": {"base": "shared"}})
+    shared = RunConfig.model_validate(config | {"model": model, "memory": {"layout": "shared"}})
     try:
         Trial(SHARED_BASE, shared).finish()
     except WrongInput as error:
@@ -232,13 +232,13 @@ def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
 def test_weights_that_are_no_views_are_refused_without_reading_one(
     config: dict[str, Any], tmp_path: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check(config, "--dry-run", "memory.base=shared", capsys=capsys)[0] == 0
+    assert check(config, "--dry-run", "memory.layout=shared", capsys=capsys)[0] == 0
     assert no_trials == [LEARNER, ENGINE, SHARED_BASE]
     dense = {"path": config["model"]["path"], "base": "nf4", "dtype": "bfloat16"}
     assert refusal(dense, config) is None
     said = refusal(dense | {"path": str(make_family(tmp_path / "experts", "qwen3_moe"))}, config)
     assert said is not None
-    assert re.match(r"memory.base: .* 4 of 25 are none \(model.layers.0.mlp.experts.*=own", said)
+    assert re.match(r"memory.layout: .* 4 of 25 are none \(model.layers.0.mlp.experts.*=own", said)
 
 
 def test_4_bits_are_packed_of_whole_rows_alone(model: Path) -> None:

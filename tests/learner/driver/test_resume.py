@@ -124,7 +124,7 @@ def test_what_no_checkpoint_can_change_is_refused_even_if_it_is_named(tmp_path: 
 def test_states_in_8_bits_of_a_model_in_shards_are_of_as_many_ranks(tmp_path: Path) -> None:
     def ranks(count: int, kind: str) -> RunConfig:
         learner = {"mode": "full", "optimizer": {"kind": kind}}
-        return configure(learner=learner, cluster={"learners": count}, memory={"base": "sharded"})
+        return configure(learner=learner, cluster={"learners": count}, memory={"layout": "sharded"})
 
     folder = saved(tmp_path / "blocks", ranks(2, "adamw_8bit"))
     assert check_same_run(ranks(2, "adamw_8bit"), SAME, folder) == []
@@ -139,7 +139,7 @@ def test_processes_bytes_and_paths_of_equal_content_are_free(tmp_path: Path) -> 
         model={"path": "/copy-2/base"},
         data={"path": "/copy-2/train.jsonl", "size": 30, "eval": {"every": 7}},
         rewards=[{"use": "/copy-2/rewards.py:ok", "env": ["MY_KEY"]}, {"use": "format"}],
-        rollout={"workers": 3, "kv_cache": "1GiB", "reward_memory": "1GiB"},
+        rollout={"workers": 3, "kv_cache": "1GiB", "process_memory": "1GiB"},
         learner={"token_budget": 512},
     )
     assert check_same_run(moved, SAME, folder) == []

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.config import RunConfig
+from learner.config.arrangement import ARRANGEMENTS
 from learner.driver.identity import same_base
 from learner.driver.roles import worker_spec
 from learner.model.adapter_config import HEAD
@@ -51,7 +52,7 @@ async def test_scores_are_facts_before_anything_is_learned(tmp_path: Path) -> No
 
 def test_workers_are_not_asked_for_what_the_learner_scores() -> None:
     class Settled:
-        kv_cache, alternating, plan = 1, False, None
+        kv_cache, arrangement, plan = 1, ARRANGEMENTS["auto"], None
 
     rewards = [{"use": "adapter:x/odd"}, {"use": "a.py:odd"}]
     spec = worker_spec(configure(rewards=rewards), 0, Settled())  # type: ignore[arg-type]

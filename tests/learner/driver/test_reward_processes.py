@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.actor import ActorDied, DeadlineExceeded
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from learner.driver.failure import RunEnded
 from learner.driver.launch import Patience, kept_answering
 
@@ -74,6 +74,6 @@ async def test_one_that_is_lost_again_and_again_ends_the_run() -> None:
 def test_generators_that_wait_for_it_are_not_taken_for_hung(
     group: float, heartbeat: float, start: float, wanted: tuple[float, float]
 ) -> None:
-    found = Patience.of(DeadlineConfig(group=group, heartbeat=heartbeat, start=start))
+    found = Patience.of(Deadlines(group=group, heartbeat=heartbeat, start=start))
     assert (found.silence_s, found.start_s) == wanted
     assert found.silence_s + found.start_s < group

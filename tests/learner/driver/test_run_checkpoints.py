@@ -18,7 +18,7 @@ from learner.driver.checkpoint import publish
 from learner.driver.evaluate import Evaluation
 from learner.driver.identity import Fingerprints
 from learner.driver.record import StepRecord
-from tests.learner.loops import Trainer, build, configure, finish, first, started
+from tests.learner.loops import Trainer, build, configure, finish, first, started, waiting
 
 
 async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_needs(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ class Asked(Local[Any]):
 
 
 async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:
-    config = configure(cluster={"deadlines": {"step": 41, "push": 42}})
+    config = waiting(configure(), step=41, push=42)
     inputs = Fingerprints({"rows": "a"}, {"vowels": "b"}, {"model": "c"})
     evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(4, {}, [])]
     learner, loop = Asked(), build(tmp_path, config, 6)

@@ -15,7 +15,7 @@ from learner.driver.local import VOCAB
 from rollout.delivery import Answer
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.types import Manifest
-from tests.learner.loops import Trainer, build, configure, first, lines
+from tests.learner.loops import Trainer, build, configure, first, lines, waiting
 
 STEPS = 6
 
@@ -91,8 +91,7 @@ class Learner(Trainer):
 def run_of(folder: Path, faults: dict[str, Exception]) -> tuple[Any, Card]:
     card = Card(faults)
     generator, learner = Generator(card), WatchedLearner(Local("learner", Learner, [card]), 60.0)
-    deadlines = {"push": 0.1, "start": 10.0}
-    config = configure(memory={"base": "shared"}, rollout={"workers": 1}, cluster={"deadlines": deadlines})
+    config = waiting(configure(memory={"layout": "shared"}, rollout={"workers": 1}), push=0.1, start=10.0)
     return build(folder, config, STEPS, workers=[generator], trainer=learner), card
 
 
@@ -126,7 +125,7 @@ async def test_the_learner_lets_go_before_a_fresh_generator_starts(at: str, even
 
 @pytest.mark.parametrize("fault", ["attach", "detach"])
 async def test_a_learner_that_cannot_take_it_ends_the_run_with_its_last_step_saved(fault: str, tmp_path: Path) -> None:
-    error = WrongInput("memory.base: shared: a fresh generator holds another base than the one before")
+    error = WrongInput("memory.layout: shared: a fresh generator holds another base than the one before")
     run, card = run_of(tmp_path, {fault: RemoteError(f"learner: {fault}_base failed: {error}")})
     with pytest.raises(BaseException) as ended:
         await run.finish()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.actor import Local, Unusable
+from learner.config.arrangement import ARRANGEMENTS
 from learner.driver.local import local_run
 from learner.driver.roles import weights_stay
 from rollout.delivery import Receipt
@@ -19,7 +20,7 @@ from rollout.types import SentPolicy, WeightsInFile
 from tests.learner.loops import PER_STEP, Trainer, Worker, configure, consumed
 
 RANKS = {"cluster": {"learners": 2}}
-SHARDS = RANKS | {"memory": {"base": "sharded"}}
+SHARDS = RANKS | {"memory": {"layout": "sharded"}}
 MERGED = {"push": "merged", "groups_per_step": PER_STEP}
 WHOLE = {"mode": "full", "learning_rate": 1e-5, "groups_per_step": PER_STEP}
 
@@ -74,7 +75,13 @@ async def test_one_that_is_lost_in_the_learners_turn_is_brought_what_was_publish
     worker = memory.worker(0, dies_at_wake=3)
     config = configure(learner=MERGED)
     loop = local_run(
-        tmp_path, config, 5, generators=[worker], trainer=memory.trainer(), alternating=True, weights_stay=True
+        tmp_path,
+        config,
+        5,
+        generators=[worker],
+        trainer=memory.trainer(),
+        arrangement=ARRANGEMENTS["alternating"],
+        weights_stay=True,
     )
     await worker.call(RolloutService.sleep, 1)
     async with asyncio.timeout(20):

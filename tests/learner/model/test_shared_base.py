@@ -90,7 +90,7 @@ def test_what_is_still_held_is_not_taken_for_gone(path: Path) -> None:
     mapped = MappedBase(owner.manifest, CPU)
     policy = policy_of(path, "float32", mapped)
     view = policy.head[:3]
-    with pytest.raises(RuntimeError, match=r"memory.base: 1 of 1 mappings of the lost generator's base are in use"):
+    with pytest.raises(RuntimeError, match=r"memory.layout: 1 of 1 mappings of the lost generator's base are in use"):
         mapped.detach()
     del view
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.actor import ActorDied, Local, RemoteError, Unusable
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from learner.driver.failure import LearnerLost, WatchedLearner
 from learner.driver.local import FakeTrainer
 from learner.ranks import ranks as module
@@ -81,7 +81,7 @@ class Process(Local[Any]):
 
 def several(kinds: list[Any], meets: list[Any], doomed: list[tuple[int, str]], *, replaces: bool = True) -> Ranks:
     ranks = [Process(f"learner-{rank}", kind, [rank, meets, doomed]) for rank, kind in enumerate(kinds)]
-    return Ranks(ranks, Regroup(ranks, DeadlineConfig(start=1, step=1, heartbeat=0.4), replaces=replaces))
+    return Ranks(ranks, Regroup(ranks, Deadlines(start=1, step=1, heartbeat=0.4), replaces=replaces))
 
 
 @pytest.fixture

@@ -338,7 +338,7 @@ def test_files_that_cannot_be_read_in_parts_are_found_at_the_start(tiny_path: st
             "rewards": [{"use": "format"}],
             "learner": {"mode": "full", "loss": {"beta": 0.1}},
             "cluster": {"learners": 2},
-            "memory": {"base": "sharded"},
+            "memory": {"layout": "sharded"},
         }
     )
     check_weights(config, followed=True)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.actor import Local, Unusable
-from cluster.config import DeadlineConfig
+from cluster.config import Deadlines
 from learner.config import RunConfig, roles
 from learner.driver.evaluate import generate
 from learner.tools.cli import main
@@ -222,7 +222,7 @@ class LostOnce(FakeWorker):
 
 async def test_a_lost_generator_comes_back_with_the_policy_and_no_group_is_missing() -> None:
     config = RunConfig.model_validate({"model": {"path": "x"}, "data": {"path": "x"}, "rewards": [{"use": "format"}]})
-    worker = EvaluatedWorker(Local("generator-0", LostOnce, []), Weights.unchanged(0), DeadlineConfig())
+    worker = EvaluatedWorker(Local("generator-0", LostOnce, []), Weights.unchanged(0), Deadlines())
     await worker.begin()
     problems = [make_problem(position) for position in range(5)]
     tables = await generate([worker], problems, config, lambda i: Sampling(n=3, max_tokens=4, seed=10 * i), attempt=1)

@@ -69,7 +69,7 @@ REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
     (cut, [], r"RUN: no checkpoint in .* is whole \(step-000008: trainer/adapter_model.safetensors has .* bytes"),
     (cut, ["--step", "8"], "--step: .*step-000008 is not whole .*; give another step"),
     (nothing, ["--step", "4"], r"--step: must be one whose checkpoint is kept \(8\), got 4; raise checkpoint.keep"),
-    (of_another_version, [], r"another version of gleaner, .* cannot read all \(Extra inputs .*go on with the run"),
+    (of_another_version, [], r"another version of gleaner, .* cannot read all \(sead: unknown key.*go on with the run"),
     (without_config, [], "holds no adapter_config.json, as those of an older version of gleaner"),
     (of_another_base, [], "model.path: .* must be the base that .*, and has another model.safetensors; put the same"),
     (taken, [], "OUT: must be a new or empty folder, and .*/out is not; give another"),

@@ -82,7 +82,7 @@ def test_the_same_settings_give_the_same_policies(recorded: Path, capsys: pytest
         assert "every policy has the digest that the run recorded" in out
 
 
-PPO = {"algorithm": "ppo", "updates_per_batch": 2, "loss": {"ratio": "clip", "epsilon": (0.2, 0.2)}}
+PPO = {"algorithm": "ppo", "updates_per_batch": 2, "loss": {"ratio": "clip", "bounds": {"epsilon": (0.2, 0.2)}}}
 
 
 @pytest.mark.parametrize("learner", [PPO, {"mode": "full"}], ids=["a value and several updates", "all weights"])
@@ -249,7 +249,7 @@ def whole_in_shards(run: Path) -> None:
     tree = yaml.safe_load((run / "config.yaml").read_text())
     del tree["learner"]["lora"]
     tree["learner"]["mode"] = "full"
-    tree["memory"] |= {"base": "sharded"}
+    tree["memory"] |= {"layout": "sharded"}
     tree["cluster"] |= {"learners": 2}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
 
@@ -270,7 +270,7 @@ def refused_configuration(run: Path) -> None:
         (lambda run: shutil.rmtree(run / "rollouts"), [], "RUN: .* has no step with both its rollouts and its line"),
         (lambda run: (run / "config.yaml").unlink(), [], "RUN: .* has no config.yaml"),
         (refused_configuration, [], r"RUN: .* another version of gleaner, .*no_such_key: unknown key"),
-        (whole_in_shards, [], "memory.base: a replay has the whole model in one process"),
+        (whole_in_shards, [], "memory.layout: a replay has the whole model in one process"),
         (other_base, [], "model.path: must have the content that the run was made with, and config.json differs"),
         (shutil.rmtree, [], "run: must be a run folder"),
         (nothing, ["rollout.temperature=0.5"], "rollout.temperature: must be as in the run, whose completions"),

@@ -196,7 +196,7 @@ async def test_the_limit_is_checked_after_each_step(tiny_path: str, monkeypatch:
     trainer = make_trainer(tiny_path, memory_bytes=2**20)
     await trainer.step(GROUPS)
     now[0] = 2**21
-    with pytest.raises(OutOfMemory, match="memory.learner"):
+    with pytest.raises(OutOfMemory, match="the learner's memory"):
         await trainer.step(GROUPS)
 
 
@@ -233,7 +233,7 @@ def test_the_limit_on_a_card_is_what_is_planned_or_what_is_left(
         MemoryLimit(60 * gib, device_of("cuda"))
     assert card.fraction == pytest.approx(fraction)
     assert [r.message.partition(" are free")[0] for r in caplog.records] == (
-        [] if free > 60 else ["memory.learner: only 40.0 GiB of the planned 60.0 GiB"]
+        [] if free > 60 else ["the learner's memory: only 40.0 GiB of the planned 60.0 GiB"]
     )
     with pytest.raises(ValueError, match="must be at most the 102400 MiB of cuda:0"):
         MemoryLimit(101 * gib, device_of("cuda"))

@@ -69,7 +69,7 @@ def ppo_trainer(
 ) -> Trainer:
     """start: of the value."""
     own = ValueConfig(start=start, gamma=SETTING.gamma, lam=SETTING.lam, **value or {})
-    loss = LossConfig(ratio="clip", beta=SETTING.beta, epsilon=SETTING.clip)
+    loss = LossConfig(ratio="clip", beta=SETTING.beta, bounds={"epsilon": SETTING.clip})
     settings: dict[str, Any] = {"algorithm": "ppo", "value": own, "loss": loss} | learner
     return make_trainer(path, adapter=adapter, model={"reference": reference}, **settings)
 

@@ -293,7 +293,7 @@ def textbook(model: Any, groups: list[pa.Table], config: LossConfig) -> tuple[di
 async def test_the_gradient_is_that_of_the_sampled_tokens_alone(tiny_path: str, adapter_path: str, ratio: Any) -> None:
     model = naive.load(tiny_path, adapter_path)
     groups = [observed(group) for group in groups_near(model)]
-    config = LossConfig(ratio=ratio, epsilon=(0.1, 0.1) if ratio == "gspo" else None)
+    config = LossConfig(ratio=ratio, bounds={"epsilon": (0.1, 0.1)} if ratio == "gspo" else {})
     found = await gradient(make_trainer(tiny_path, adapter=adapter_path, loss=config, token_budget=60), groups)
     wanted, slopes = textbook(model, groups, config)
     assert distance(found, wanted) < 2e-5
@@ -308,7 +308,7 @@ async def test_nothing_of_an_observation_but_its_tokens_counts_to_the_bit(
 ) -> None:
     """Its logprob is a placeholder: whatever stands there, updates and metrics are the same."""
     groups = groups_near(naive.load(tiny_path, adapter_path))
-    config = LossConfig(ratio=ratio, epsilon=(0.1, 0.1) if ratio == "gspo" else None)
+    config = LossConfig(ratio=ratio, bounds={"epsilon": (0.1, 0.1)} if ratio == "gspo" else {})
     after, metrics = [], []
     for changed in (0.0, -30.0):
         trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config, algorithm=algorithm)

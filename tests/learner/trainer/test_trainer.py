@@ -64,7 +64,8 @@ from tests.learner.trainers import (
 async def test_gradient_is_the_textbooks(
     tiny_path: str, adapter_path: str, groups: list[pa.Table], kind: Any, ratio: Any, advantage: Any
 ) -> None:
-    config = LossConfig(kind=kind, ratio=ratio, advantage=advantage, epsilon=(0.1, 0.1) if ratio == "gspo" else None)
+    bounds: Any = {"epsilon": (0.1, 0.1)} if ratio == "gspo" else {}
+    config = LossConfig(kind=kind, ratio=ratio, advantage=advantage, bounds=bounds)
     trainer = make_trainer(tiny_path, adapter=adapter_path, loss=config, token_budget=60)
     found = await gradient(trainer, groups)
     model = naive.load(tiny_path, adapter_path)

@@ -53,7 +53,7 @@ def another_server() -> None:
 async def loaded(path: Path, seconds: float, times: int) -> list[str]:
     """States of environments whose code is LOADED at that path, or their fault's outcome."""
     path.write_text(LOADED)
-    how = EnvConfig(use=f"{path}:Own", variables=("MY_API_KEY",), start_timeout_s=seconds)
+    how = EnvConfig(use=f"{path}:Own", variables=("MY_API_KEY",), step_timeout_s=seconds / 2)
     made, found = Forks(spec_of(how)), []
     for _ in range(times):
         env: Any = EnvironmentProcess(made, how)

@@ -198,7 +198,7 @@ async def test_the_environments_own_messages_are_the_prompt_if_they_fit() -> Non
 async def test_a_trajectory_that_takes_too_long_ends_without_a_reward() -> None:
     found = await play(Policy([3, END]), Answers(wait=60), Limits(6, 12, 3, seconds=0.05))
     assert (found.outcome, found.faulted, found.parts, found.row.ids) == ("env_timeout", True, {}, [3, END])
-    assert found.fault == "the trajectory took more than 0.05 s (env.timeout_s)"
+    assert found.fault == "the trajectory took more than 0.05 s (cluster.patience)"
 
 
 def raising(error: Exception) -> Callable[..., Any]:

@@ -32,11 +32,14 @@ BROKEN = {
     "exits": ("env_error", "step: SystemExit: 3"),
     "dies": ("env_killed", r"step: its process died \(exit code 7\)"),
     "killed": ("env_killed", r"step: its process died \(SIGKILL\)"),
-    "hangs": ("env_timeout", r"step: no answer within 1 s \(env.step_timeout_s\)"),
-    "waits": ("env_timeout", "step: no answer within 1 s"),
-    "leaves a child": ("env_timeout", "step: no answer within 1 s"),
+    "hangs": ("env_timeout", r"step: no answer within 3 s \(env.step_timeout_s\)"),
+    "waits": ("env_timeout", "step: no answer within 3 s"),
+    "leaves a child": ("env_timeout", "step: no answer within 3 s"),
     "floods": ("flood", r"step: answered with 335545\d\d bytes, at most 1048576 are taken"),
-    "eats": ("env_error", r"step: MemoryError.*its process may hold 0.5 GiB: raise env.memory, for example to 1GiB"),
+    "eats": (
+        "env_error",
+        r"step: MemoryError.*may hold 0.5 GiB: raise rollout.process_memory, for example to 1GiB",
+    ),
     "raises half a pair": ("env_error", r"step: ValueError: bad \\ud83d \(faulty.py"),
     "returns a set": ("bad_observation", "step: must answer with what JSON can hold: Object of type set is not"),
     "returns text": ("bad_observation", "step must return a Step, got str"),
@@ -48,12 +51,12 @@ BROKEN = {
 
 def config(wrong: str = "", mark: Path | str = "", use: str = FAULTY) -> EnvConfig:
     args = {"wrong": wrong, "mark": str(mark)}
-    in_time = 1 if wrong in ("hangs", "waits", "leaves a child") else 60  # a busy machine makes nothing else late
-    return EnvConfig(use=use, args=args, step_timeout_s=in_time, memory="512MiB")  # type: ignore[arg-type]
+    in_time = 3 if wrong in ("hangs", "waits", "leaves a child") else 60  # a busy machine makes nothing else late
+    return EnvConfig(use=use, args=args, step_timeout_s=in_time)
 
 
 def forks(wrong: str = "", mark: Path | str = "") -> Forks:
-    return Forks(spec_of(config(wrong, mark)))
+    return Forks(spec_of(config(wrong, mark), 2**29))
 
 
 @pytest.fixture(autouse=True)

@@ -40,8 +40,7 @@ function headline(run) {
 }
 
 // Settings of data and env that leave the held-out problems as they are.
-const SAME_PROBLEMS = ["data.eval.every", "env.concurrency", "env.memory", "env.start_timeout_s", "env.step_timeout_s",
-  "env.timeout_s", "env.variables"];
+const SAME_PROBLEMS = ["data.eval.every", "env.concurrency", "env.step_timeout_s", "env.variables"];
 
 // Of two runs, what their curves are not to be compared by.
 function unlike({differences, runs}) {
