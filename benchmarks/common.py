@@ -82,7 +82,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def marked(mark: str) -> dict[int, str]:
     """Living processes in whose environment the mark is, whoever started them: pid -> command line. All that a run
     starts inherit a variable whose name begins with XDG_, since reward processes keep those
-    (rewards/environment.py)."""
+    (rewards/limits.py)."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

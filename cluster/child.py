@@ -5,7 +5,7 @@ is started from its command. What they have in common is here: they end with the
 (`end_with_parent`), or are killed with all that they have started (`end_tree`); deadlines count only seconds in which
 this process ran (cluster.actor.Awake); and none has a copy of a lock or socket that is not its own.
 
-Walls are the matter of who knows what is to run: cluster.confinement, rewards.worker.confine. Linux.
+Walls are the matter of who knows what is to run: cluster.confinement, rewards.slot.confine. Linux.
 """
 
 import contextlib

@@ -84,7 +84,7 @@ def name() -> str:
 # The NVIDIA cards that processes of this machine would see, by NVML: the driver's own library, which starts no CUDA
 # context. A machine without driver or cards has none; no exception says so.
 
-TAKEN = 0.05  # of a card: more than its driver keeps for itself (cluster.memory.cards.CardKind.free)
+TAKEN = 0.05  # of a card: more than its driver keeps for itself (cluster.memory.plan.CardKind.free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +193,7 @@ def sleeping_threads(count: int | None = None) -> None:
 # Processes that a process has started, and those have, and so on; whatever group or session they have made for
 # themselves. Linux only: elsewhere none are found.
 
-MARK = (
-    "GLEANER_MARK"  # what processes hand on to those that they start, and are known by; rewards.environment lets it by
-)
+MARK = "GLEANER_MARK"  # what processes hand on to those that they start, and are known by; rewards.limits lets it by
 
 
 def descendants(pid: int) -> list[int]:

@@ -102,7 +102,7 @@ class MetricsFile:
 
 
 def _beginning(line: bytes) -> tuple[int, float] | None:
-    """Step and time of a line; None if it is of no step. One that is not as cluster.telemetry writes it is parsed."""
+    """Step and time of a line; None if it is of no step. One that is written otherwise than here is parsed."""
     if len(line) <= LONGEST and (found := _BEGIN.match(line)) is not None and line.endswith(b"}"):
         return int(found[1]), float(found[2])
     try:

@@ -244,9 +244,9 @@ def _run(asked: RunRequest) -> int:
     if asked.verbose and not asked.dry_run:
         print("error: --verbose: is of --dry-run; a run writes its settings to config.yaml", file=sys.stderr)
         return 2
-    from rollout.data import hub
+    from rollout.data import model_files
 
-    hub.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
+    model_files.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
         return _dry_run(config, asked.assume_gpus, verbose=asked.verbose) if asked.dry_run else _train(config)
     except SystemExit as error:  # what SIGTERM is while Ray starts
@@ -271,10 +271,10 @@ def _tell_more(wrong: "WrongSettings") -> None:
         return
     from cluster.errors import WrongInput
     from learner.driver.preflight import look
-    from rollout.data import hub
+    from rollout.data import model_files
 
     config, sections = others
-    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    model_files.settle([config.model.path, config.data.path, config.data.eval.path])
     try:
         look(config, sections=sections).finish()
     except WrongInput as error:

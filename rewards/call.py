@@ -10,11 +10,27 @@ from itertools import islice
 from typing import Any, Literal
 
 from cluster.actor import within
-from rewards import environment, limits
-from rewards.base import TRL_EXTRAS, Reward, RewardError, Zeroed, counts, said, writable
-from rewards.environment import LONGEST, described
-from rewards.logged import BEGIN, NAMES, Log, Progress, Told, TrainerState
-from rewards.text import behind, prompt_text, tag_of, text_of
+from rewards import limits
+from rewards.base import (
+    BEGIN,
+    NAMES,
+    TRL_EXTRAS,
+    Log,
+    Progress,
+    Reward,
+    RewardError,
+    Told,
+    TrainerState,
+    Zeroed,
+    behind,
+    counts,
+    prompt_text,
+    said,
+    tag_of,
+    text_of,
+    writable,
+)
+from rewards.limits import LONGEST, described
 
 # Reward functions that were written for others than TRL, known by the names of their parameters.
 #
@@ -169,7 +185,7 @@ class _OfGroup(_Theirs):
 
 
 def _numbers(found: Any, log_metric: Metric) -> Any:
-    """What a function of a group returned, as rewards.call reads it."""
+    """What a function of a group returned, as it is read here."""
     if not isinstance(found, Mapping):
         return [_score(one, log_metric) for one in found] if isinstance(found, list | tuple) else found
     if "rewards" not in found:
@@ -372,7 +388,7 @@ async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
 
 def _told(verdict: Verdict, log: Log) -> Verdict:
     """With what the call told, and how often it looked for what is kept from its process."""
-    asked = environment.asked()
+    asked = limits.asked()
     for name, count in asked.items():
         log.metric(f"asked_for_{name}", count)
     return replace(verdict, told=log.told(), asked=tuple(sorted(asked)))

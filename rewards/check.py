@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from cluster.reading import Unreadable, read_bytes
 from rewards import limits
-from rewards.base import JUDGE, RewardError
+from rewards.base import JUDGE, RewardError, prompt_text, text_of
 from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
-from rewards.environment import kept
+from rewards.limits import kept
 from rewards.loader import BUILT_INS, own_imports
 from rewards.pool import RewardPool, Scores
-from rewards.text import prompt_text, text_of
 
 # Variables that say where requests go, are set where the run is started, and are kept from reward functions: without
 # them a client goes to its default address, with the user's texts.

@@ -150,7 +150,7 @@ class RewardConfig(BaseModel):
     """Keyword arguments given to the function on every call. `env:NAME` is the value of an environment variable."""
     env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
     """Environment variables that the function may see, such as OPENAI_API_KEY; others that may hold a secret are kept
-    from it (rewards/environment.py lists those that are not)."""
+    from it (rewards/limits.py lists those that are not)."""
 
     @model_validator(mode="before")
     @classmethod

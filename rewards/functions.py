@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rewards.base import RewardError, said
-from rewards.environment import described
+from rewards.limits import described
 
 # What a function brings along: the variables around it and its defaults; of other things, what they are made of.
 

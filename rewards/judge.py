@@ -33,10 +33,9 @@ from cluster.actor import within
 from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.reading import Unreadable, json_value, lines
-from rewards.base import RewardError
+from rewards.base import RewardError, column_of, text_of
 from rewards.call import Group, Status, Verdict, failed
 from rewards.config import RewardConfig, resolved, scrubbed
-from rewards.text import column_of, text_of
 
 # The proxy that requests to a judge take: that of the environment, as for every client, but none to this machine.
 

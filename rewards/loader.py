@@ -23,7 +23,7 @@ from cluster.by_path import BEGIN, INIT, name_of
 from cluster.own_path import PACKAGES
 from rewards import functions
 from rewards.base import ADAPTER, JUDGE, Reward, RewardError
-from rewards.environment import described
+from rewards.limits import described
 
 # The user's own files that a file imports: what lies beside it, as `helpers.py` or a package there. None is run.
 
@@ -77,8 +77,8 @@ GRADERS = {
 
 
 def source_of(use: str) -> Path | None:
-    """The Python file, or that of a pickled function, that `use` names (see rewards.loader.load), None if there is
-    none: a module without a source, or one that is not there. What that file imports: rewards.loader."""
+    """The Python file, or that of a pickled function, that `use` names (see `load`), None if there is
+    none: a module without a source, or one that is not there."""
     place = BUILT_INS.get(use, use).rpartition(":")[0]
     if use in BUILT_INS:
         return Path(__file__).parents[1] / f"{place.replace('.', '/')}.py"

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cluster.errors import WrongInput
 from rewards import limits
-from rewards.base import JUDGE, RewardError, RewardFailed
+from rewards.base import JUDGE, RewardError, RewardFailed, by_row
 from rewards.call import Group, Status, Verdict
 from rewards.config import RewardConfig, resolved, resolved_names
-from rewards.environment import values_of
-from rewards.logged import by_row
+from rewards.limits import values_of
 from rewards.slot import Asked, Call, Slot
 
 if TYPE_CHECKING:
@@ -223,7 +222,7 @@ class Scores:
     asked: Mapping[str, str] = field(default_factory=dict)
     """One sentence for each variable that a function looked for, and that is kept from it."""
     logged: list[list[tuple[str, float | None, str | None]]] = field(default_factory=list)
-    """Of each completion what functions told by TRL's hooks: a name, and a number or a text (rewards.logged)."""
+    """Of each completion what functions told by TRL's hooks: a name, and a number or a text (rewards.base)."""
 
 
 class RewardPool:

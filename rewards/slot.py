@@ -1,4 +1,5 @@
-"""One worker process that scores the groups of one message after the other, each message under a deadline.
+"""One worker process that scores the groups of one message after the other, each message under a deadline; the first
+half is what runs in it.
 
 Each slot is a pebble pool of its own, of one process: pebble declares a whole pool broken when an idle worker dies
 (the kernel's out-of-memory killer, say), and here that costs one slot, which is made anew.
@@ -9,25 +10,149 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
+import resource
 import signal
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
 from cluster.actor import within
+from cluster.child import end_with_parent
+from cluster.confinement import limit
 from cluster.machine import MARK, orphans, sweep
-from rewards import worker
+from rewards import call, limits
+from rewards.base import Reward, RewardError
 from rewards.call import Verdict, failed
 from rewards.code import process
-from rewards.loader import BUILT_INS
-from rewards.worker import LONGEST, PID_DIGITS
+from rewards.loader import BUILT_INS, load
+
+# What runs inside a reward process. Only plain values go back: a user's own exception class may not unpickle there.
+
+_LOADED: dict[str, Reward] = {}  # of this process: one worker serves many groups
+
+
+PID_DIGITS, LONGEST = 10, 32  # characters of a mark: of its last part, and in all
+_CHECK_S = 1.0  # between looks at what the process holds
+
+
+def start(memory_bytes: int, parent: int, mark: str, printed: str | None) -> None:
+    """Runs first in every worker, for the slot that has it, which finds by `mark` what the functions have started, once
+    this process is no more. printed: the file for what they print (rewards.limits.redirect)."""
+    limits.redirect_output(printed)
+    confine(memory_bytes, parent)
+    limits.overwrite(MARK, f"{mark}{os.getpid():0{PID_DIGITS}}")
+
+
+def confine(memory_bytes: int, parent: int) -> None:
+    """Sets the environment and limits of this process, and makes it end when the process `parent` ends."""
+    limits.withhold()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver, which then stops us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
+    os.setpgrp()  # what a reward function starts is in our group, and is swept away with it
+    _may_start_processes()
+    limits.cap_memory(memory_bytes)
+    limit(resource.RLIMIT_CORE, 0)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        # Rewards of several processes at once: a thread pool in each would have them wait for one another.
+        os.environ.setdefault(name, "1")
+    if not end_with_parent(parent):
+        os._exit(1)
+
+
+def _may_start_processes() -> None:
+    """Of multiprocessing: to it we are a daemon, which may not. By a fork, since a fresh interpreter does not know the
+    module that a user's file was loaded as (rewards.loader), nor the main module (rollout.env.preload)."""
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, str]:
+    """Loads the reward function once per process, and a built-in's model. Returns our process id, and what was wrong
+    ('' if nothing)."""
+    try:
+        with limits.lent(env):
+            reward = _loaded(use)
+            if use in BUILT_INS and "model" in args and (own := getattr(reward, "prepare", None)) is not None:
+                own(**args)
+    except RewardError as error:
+        return os.getpid(), str(error)
+    except Exception as error:
+        if not limits.memory_met(error):
+            raise
+        return os.getpid(), f"its model does not fit: {limits.memory_advice()}"
+    return os.getpid(), ""
+
+
+def score(
+    use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes, timeout_s: float | None = None
+) -> call.Verdict:
+    """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe.
+    timeout_s: after which this process is ended."""
+    with limits.answering(timeout_s):
+        return scores([(use, args, env, group)], None)[0]
+
+
+def scores(
+    asked: Sequence[tuple[str, Mapping[str, Any], Mapping[str, str], bytes]], timeout_s: float | None
+) -> list[call.Verdict]:
+    """What `score` says of each, in order. Calls of one asynchronous function that stand together are made at once,
+    each within timeout_s."""
+    found = []
+    with limits.answering(timeout_s):
+        for (use, args, env), together in groupby(asked, key=lambda one: one[:3]):
+            groups: list[call.Group] = [pickle.loads(group) for *_, group in together]
+            with limits.lent(env):
+                reward = _loaded(use)
+                found += call.scores(reward, groups, args, built_in=use in BUILT_INS, timeout_s=timeout_s)
+    return _HELD.told(found)
+
+
+class _Held:
+    """What this process holds: whether it is leaking, so that a fresh one had better take its place."""
+
+    def __init__(self) -> None:
+        self._begun: limits.Usage | None = None  # after the first message that it answered
+        self._looked = 0.0
+
+    def told(self, verdicts: list[call.Verdict]) -> list[call.Verdict]:
+        """The verdicts of one message: `spent` where a leak is to blame, and the last one where there is a leak."""
+        failed = any(verdict.spent for verdict in verdicts)
+        if failed or time.monotonic() - self._looked >= _CHECK_S:
+            self._looked = time.monotonic()
+            if self._leaks(failed):
+                return verdicts if failed else [*verdicts[:-1], replace(verdicts[-1], spent=True)]
+        return [replace(verdict, spent=False) if verdict.spent else verdict for verdict in verdicts]
+
+    def _leaks(self, failed: bool) -> bool:
+        """failed: something had no room just now; where little is taken it was one call alone that wanted too much."""
+        try:
+            now = limits.memory_usage()
+        except OSError:  # no file is left to look with
+            return self._begun is not None
+        if self._begun is None:
+            self._begun = None if failed else now
+            return False
+        return now.leaks(self._begun, near=0.5 if failed else 0.9)
+
+
+_HELD = _Held()
+
+
+def _loaded(use: str) -> Reward:
+    if use not in _LOADED:
+        _LOADED[use] = load(use)
+    return _LOADED[use]
+
 
 log = logging.getLogger("rewards")
 
@@ -74,13 +199,13 @@ class Slot:
         self._pid: int | None = None
         self._loaded: list[Call] = []  # by the process of that pid
         self._mark = uuid.uuid4().hex[: LONGEST - PID_DIGITS]  # of all that its processes start, before their number
-        os.environ.setdefault(MARK, "0" * LONGEST)  # in whose place a process writes its own (rewards.worker.start)
+        os.environ.setdefault(MARK, "0" * LONGEST)  # in whose place a process writes its own (start)
         self._pool = self._start()
 
     def _start(self) -> ProcessPool:
         pool = ProcessPool(
             max_workers=1,
-            initializer=worker.start,
+            initializer=start,
             initargs=(self._memory_bytes, os.getpid(), self._mark, self._printed and str(self._printed)),
             context=multiprocessing.get_context("spawn"),
         )
@@ -89,7 +214,7 @@ class Slot:
 
     def preload(self, call: Call) -> None:
         """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
-        self._pool.schedule(worker.prepare, args=(call.use, call.args, call.env), timeout=START_S)
+        self._pool.schedule(prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
     async def scores(self, asked: Sequence[Asked]) -> list[Verdict] | None:
         """The verdicts of these calls. Several of them are expected to be quick, or to wait at once. They have one
@@ -106,7 +231,7 @@ class Slot:
                 if one.call not in self._loaded and await self._prepare(one.call):
                     return None
             timeout_s = asked[0].call.timeout_s
-            verdicts = await self._run(worker.scores, (tasks, timeout_s), timeout_s + TOLD_S)
+            verdicts = await self._run(scores, (tasks, timeout_s), timeout_s + TOLD_S)
             if not any(verdict.spent for verdict in verdicts):
                 return verdicts
             await self._replace()
@@ -138,14 +263,14 @@ class Slot:
         calls = list(self._loaded)
         log.warning("a reward process has no memory, files or threads left, or soon will not; a fresh one replaces it")
         await asyncio.to_thread(self._restart)
-        for call in calls:
-            self.preload(call)
+        for loaded in calls:
+            self.preload(loaded)
 
     async def _answer(self, call: Call, group: bytes, size: int) -> Verdict:
         """Of a process that has loaded the reward. Raises BrokenProcessPool where that ended before pebble had noted
         that it took the task."""
         try:
-            return await self._run(worker.score, (call.use, call.args, call.env, group, call.timeout_s), call.timeout_s)
+            return await self._run(score, (call.use, call.args, call.env, group, call.timeout_s), call.timeout_s)
         except TimeoutError:
             self._sweep()
             return failed("timeout", size, f"no answer within {call.timeout_s:g} s, so its process was killed")
@@ -162,7 +287,7 @@ class Slot:
             if not self._closed and not self._pool.active:
                 await asyncio.to_thread(self._restart)
             try:
-                pid, problem = await self._run(worker.prepare, (call.use, call.args, call.env), START_S)
+                pid, problem = await self._run(prepare, (call.use, call.args, call.env), START_S)
             except TimeoutError:
                 self._sweep()
                 return f"did not load within {START_S:g} s; {_quicker(call.use)}"

@@ -80,7 +80,7 @@ SCHEMA = pa.schema(
         pa.field("seed", pa.int64(), nullable=False),
         pa.field("messages", pa.string()),  # JSON list: the conversation after the prompt; null of a single completion
         pa.field("env_metrics", pa.list_(PART), nullable=False),  # numbers that the environment gave, summed over turns
-        pa.field("logged", pa.list_(LOGGED), nullable=False),  # by reward functions (rewards.logged)
+        pa.field("logged", pa.list_(LOGGED), nullable=False),  # by reward functions (rewards.base)
         pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
     ],
     metadata={"gleaner.schema": VERSION},
@@ -117,7 +117,7 @@ class Problem:
     prompt_ids: tuple[int, ...]
     position: int
     epoch: int
-    prefilled: str = ""  # the opening tag that the prompt ends in (rewards.text.opening_at_end), once it was rendered
+    prefilled: str = ""  # the opening tag that the prompt ends in (rewards.base.opening_at_end), once it was rendered
 
     def group_id(self, attempt: int) -> str:
         """Unique in the run: epoch, position in the stream, and attempt."""

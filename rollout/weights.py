@@ -153,7 +153,7 @@ class WeightsFile:
         self._mapping: _Mapping | None = None
 
     def pack(self, version: int, sources: Mapping[str, Source], dtype: torch.dtype) -> WeightsInFile:
-        """Writes the weights in the place of those before the last, as rollout.weights.pack does."""
+        """Writes the weights in the place of those before the last, as `pack` does."""
         payload = pack(sources, dtype, self._room)
         return self._written(version, digest_of_weights(payload), len(payload))
 

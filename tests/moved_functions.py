@@ -30,7 +30,7 @@ MOVED = {
         file: file
         for file in (
             "rollout/env/adapters/openenv.py", "rollout/env/adapters/skyrl_gym.py", "rollout/env/adapters/trl.py",
-            "rollout/env/adapters/trl_rollout.py", "rollout/env/adapters/verifiers.py",
+            "rollout/env/adapters/trl.py", "rollout/env/adapters/verifiers.py",
             "rollout/env/tasks/number_guessing.py", "rollout/env/tasks/second_try.py",
             "rollout/env/tools/calculator.py", "rollout/env/tools/python_code.py", "rollout/env/tools/python_tools.py",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.observation import TemplateRefuses, UnclosedTurn
 from rollout.env.tools.parser import PROBE
 

@@ -30,7 +30,7 @@ from tests.test_architecture import ROOT, TEXT, WALK
 
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
 # Not in this process: vLLM, and what a reward process runs.
-ELSEWHERE = {"rollout/vllm/engine.py", "rollout/vllm/convert.py", "rewards/worker.py"}
+ELSEWHERE = {"rollout/vllm/engine.py", "rollout/vllm/convert.py", "rewards/slot.py"}
 STANDS_IN = {"rollout/fakes.py"}  # for vLLM
 BESIDE = set(re.findall(r"`([\w/]+\.py)`", TEXT.partition("hand nothing on:")[2].partition("\n\n")[0]))
 

@@ -247,7 +247,7 @@ def trained_params(shape: Shape, learning: Learning) -> int:
 
 
 def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> int:
-    """b per parameter that this rank has: a pass gathers less than one that trains (cluster.memory.learner).
+    """b per parameter that this rank has: a pass gathers less than one that trains.
 
     int8, of one rank: a byte for each linear weight of the layers, and b for the scale of each of their rows; one
     matrix at a time is multiplied out, in a pass that keeps nothing else, which is far below the step's peak.
@@ -504,7 +504,7 @@ def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
 
 
 def _sums(shape: Shape, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
-    """The bytes of each table of cluster.memory.learner in the base's type."""
+    """The bytes of each table of this module in the base's type."""
     values = _letters(shape, learning, micro)
     return [DTYPE_BYTES[learning.dtype] // 2 * bytes_of(table, values) for table in tables]
 

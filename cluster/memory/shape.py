@@ -135,7 +135,7 @@ class Shape:
 
     def lora_params(self, rank: int, targets: tuple[str, ...] = tuple(LINEAR), shards: int = 1) -> int:
         """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1); with shards,
-        those of one of them, where one of the two matrices is split (rollout.vllm.shards)."""
+        those of one of them, where one of the two matrices is split (rollout.vllm.read_back)."""
         ends = ((target in SPLIT_BY_INPUT, *self.linear(target)) for target in targets)
         widths = (wide // shards + out if by_input else wide + out // shards for by_input, wide, out in ends)
         return self.layers * rank * sum(widths)

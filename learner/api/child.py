@@ -47,11 +47,11 @@ def _evaluate(folder: Path) -> None:
 
     from learner.config import load
     from learner.tools import evaluation
-    from rollout.data import hub
+    from rollout.data import model_files
 
     given = json.load(sys.stdin)
     config = load.validated(given.pop("config"))
-    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    model_files.settle([config.model.path, config.data.path, config.data.eval.path])
     found = evaluation.evaluate(config, **given)
     pq.write_table(found.rows, folder / ROWS)
     (folder / RESULT).write_text(json.dumps(found.to_dict()))

@@ -453,7 +453,7 @@ def whole_batches(
     """All completions of the batch, the largest micro-batch first.
 
     Args:
-        token_budget, fine: as in learner.batch.micro_batch.micro_batches.
+        token_budget, fine: as of `micro_batches`.
         pad: the model's padding token, or None. The sequence ends with its last token that is not this one, as in
             transformers' sequence classification; the first, where all are.
     """

@@ -27,9 +27,9 @@ from rewards.config import RewardConfig, classifier_of, masked
 from rewards.functions import SUFFIX
 from rewards.limits import DEFAULT_MEMORY as DEFAULT_REWARD_MEMORY
 from rollout.config import DEFAULT_ENVIRONMENT_MEMORY, parse_size
-from rollout.data.hub import ChatError, commit_of, hub_file
+from rollout.data.model_files import ChatError, commit_of, hub_file
 from rollout.env.config import EnvConfig
-from rollout.env.loader import NAMES, PATHS
+from rollout.env.host import NAMES, PATHS
 
 TRL_FILE = Path(__file__).with_name("trl_places.json")  # made from the page by tests/trl_places.py
 

@@ -12,7 +12,7 @@ from learner.config.rule import Rule
 from learner.config.settings import EarlyStopConfig, LoraConfig, Settings, ValueConfig
 from rewards.config import TAKEN, adapters_of, functions_of, resolved_names
 from rollout.config import OWN, DataConfig
-from rollout.data.hub import is_hub_name, split
+from rollout.data.model_files import is_hub_name, split
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
 # Which settings go together: one table, from which the errors and the table in docs/configuration.md are made.

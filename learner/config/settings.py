@@ -13,7 +13,7 @@ from learner.algo.surrogates import LossConfig
 from learner.config.arrangement import ARRANGEMENTS, Arrangement
 from rewards.config import RewardConfig
 from rollout.config import Bytes, DataConfig, RolloutConfig
-from rollout.data.hub import joined
+from rollout.data.model_files import joined
 from rollout.env.config import EnvConfig
 
 # What the learner does with a batch: adapter, loss, optimizer, schedule, memory of a step.
@@ -184,7 +184,7 @@ class ModelConfig(Frozen):
 
     @property
     def source(self) -> str:
-        """What names the base where it is read: path and revision in one (rollout.data.hub)."""
+        """What names the base where it is read: path and revision in one (rollout.data.model_files)."""
         return joined(self.path, self.revision)
 
 

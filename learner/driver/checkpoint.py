@@ -24,7 +24,7 @@ from cluster.errors import WrongInput
 from cluster.files import Digest, digest_of, digests_in, fsync, writing
 from cluster.reading import Unreadable, read_mapping
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -22,7 +22,7 @@ from learner.driver.metrics import env_metrics, logged_means, reward_means
 from learner.model.adapter_config import read_scored
 from learner.trainer.service import TrainerService
 from rewards.config import RewardConfig, adapters_of, functions_of, resolved_names
-from rollout.data.hub import CONFIG, read_json
+from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_adapter, sizes_of
 from rollout.schema import Problem, asked_of, failed, parts_of, whole, with_part
 from rollout.scorer import alongside

@@ -27,8 +27,8 @@ from learner.model.adapter_config import MODEL
 from rewards import functions as pickled
 from rewards.config import MASK, RewardConfig, adapters_of, classifier_of, functions_of
 from rewards.loader import grader_version, own_imports, source_of
-from rollout.data.hub import commit_of, split
-from rollout.env.loader import code_of
+from rollout.data.model_files import commit_of, split
+from rollout.env.host import code_of
 
 FILE = "inputs.json"  # in a checkpoint
 REVISION = "revision"  # the name of what stands for all files of a hub's model

@@ -25,26 +25,29 @@ from learner.driver.failure import Findings
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
 from learner.model.adapter_config import NOTE, check_reference, follow, read_adapter, read_content, served
-from rewards.base import RewardError
+from rewards.base import RewardError, tag_of
 from rewards.built_in.format import TAGS
 from rewards.built_in.unit_tests import late
 from rewards.call import Group
 from rewards.check import try_rewards, withheld_notes
 from rewards.config import RewardConfig, functions_of
 from rewards.loader import BUILT_INS, no_file, no_function
-from rewards.text import tag_of
 from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.files import Row
-from rollout.data.hub import CONFIG, ChatError, read_json, template_in
+from rollout.data.model_files import (
+    CONFIG,
+    ChatError,
+    read_json,
+    template_in,
+)
 from rollout.data.observation import TemplateRefuses, check, hidden_tools, loses
 from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 from rollout.env.config import ENVIRONMENT
-from rollout.env.play import opened
+from rollout.env.play import EnvironmentFault, opened
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Asked, Start, ToolSpec, own_messages
 from rollout.env.tools.parser import is_hermes, written_by
-from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
 LEARNER, SHARED_BASE = "learner.model.trial model", "learner.model.trial shared_base"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster import machine
 from cluster.errors import WrongInput
-from cluster.memory import cards as kinds
+from cluster.memory import plan as kinds
 from cluster.memory.plan import gib, host_bytes
 from cluster.memory.shape import total
 from cluster.placement import local_node, place
@@ -20,8 +20,7 @@ from learner.config import RunConfig, roles
 from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_bytes, wish_of
 from rewards.config import classifier_of
 from rollout.architecture import text_of
-from rollout.data.hub import read_json
-from rollout.data.weight_files import model_weights
+from rollout.data.model_files import model_weights, read_json
 
 # Whether Ray's processes start on this machine, as far as its environment and network decide: where they do not, Ray
 # waits for a minute or for ever, and says that it is overloaded.

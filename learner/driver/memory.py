@@ -15,11 +15,10 @@ from typing import Any
 from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.machine import main_memory, visible_cards
-from cluster.memory import cards
+from cluster.memory import plan as cards
 from cluster.memory import shape as units
-from cluster.memory.cards import CardKind
 from cluster.memory.learner import pushed_bytes
-from cluster.memory.plan import USABLE, Layout, Misfit, Plan, Wish, Workload, gib, plan
+from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, plan
 from cluster.memory.shape import LINEAR, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins

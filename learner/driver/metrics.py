@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from learner.config import GuardConfig, RunConfig
 from learner.driver.failure import RunEnded
-from rollout.env.trajectory import FAULT, FAULTS
+from rollout.env.play import FAULT, FAULTS
 from rollout.schema import failed, lasts, masks_of, oldest_versions, parts_of, rewards_of, sampled_lengths, whole
 
 # Numbers of trajectories: turns, calls, and what environments took and said of themselves. Pure.

@@ -66,7 +66,12 @@ from rollout.architecture import check_unquantised
 from rollout.data import files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of
 from rollout.data.files import Row
-from rollout.data.hub import CONFIG, ChatError, has_template, read_json
+from rollout.data.model_files import (
+    CONFIG,
+    ChatError,
+    has_template,
+    read_json,
+)
 from rollout.data.problems import Cursor, Problems, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
 from rollout.schema import Problem

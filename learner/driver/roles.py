@@ -36,12 +36,12 @@ from learner.driver.record import read_policies
 from learner.ranks.ranks import Ranks, RankService, Regroup, meet
 from learner.trainer.service import TrainerService
 from rewards.config import adapters_of, classifier_of, functions_of
-from rewards.environment import DEVICE
 from rewards.functions import SUFFIX
+from rewards.limits import DEVICE
 from rewards.limits import NAME as OUTPUT
 from rewards.pool import Judging, RewardServer, RewardService
 from rollout.engine import EngineSettings
-from rollout.env.loader import code_of
+from rollout.env.host import code_of
 from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
 from rollout.producer import until_started
@@ -60,7 +60,7 @@ JUDGED = "judged"  # folder of a run in which the answers of judges are kept
 # Micro-batches differ in size: with segments of fixed size the allocator keeps blocks that the next one cannot use. Of
 # the learner alone: vLLM's sleep has an allocator of its own, which refuses this.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-# Those of a reward process do (rewards.worker). Ray would kill Python's resource tracker among them once the driver is
+# Those of a reward process do (rewards.slot). Ray would kill Python's resource tracker among them once the driver is
 # gone, and with it the names of their semaphores would stay in /dev/shm.
 CHILDREN_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 

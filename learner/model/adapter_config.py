@@ -13,8 +13,7 @@ from cluster.errors import WrongInput
 from cluster.reading import Unreadable, read_mapping
 from learner.config.load import why_not
 from learner.config.settings import LoraConfig
-from rollout.data.hub import split
-from rollout.data.weight_files import WEIGHTS_FILE, header
+from rollout.data.model_files import WEIGHTS_FILE, header, split
 from rollout.data.weight_names import SCORE
 
 CONFIG_FILE = "adapter_config.json"

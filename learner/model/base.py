@@ -23,8 +23,15 @@ from cluster.reading import read_mapping
 from learner.config import ModelConfig
 from learner.model.shared_base import MappedBase
 from rollout.architecture import check_architecture, check_unquantised
-from rollout.data.hub import split
-from rollout.data.weight_files import EXPONENTS, INDEX, SINGLE, all_finite, header, infinite
+from rollout.data.model_files import (
+    EXPONENTS,
+    INDEX,
+    SINGLE,
+    all_finite,
+    header,
+    infinite,
+    split,
+)
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
 
 # A base model without weights: every tensor has its shape, type and bytes, and no content (torch's meta device).

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
-from rollout.data.hub import split
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE, split
 from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights import Source, WeightsFile, pack, write
 

@@ -24,7 +24,7 @@ from learner.model.adapter_config import check_same, read_adapter
 from learner.model.base import check_finite
 from learner.model.masters import difference
 from rollout.architecture import ATTENTION, has_experts
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE
 from rollout.weights import linear_layers
 
 # The arithmetic of LoRA layers that read one input, as one operation with a gradient of its own.

@@ -41,7 +41,7 @@ from learner.model.packing_check import check_head
 from learner.model.reference import Reference, ShardedReference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
 from learner.model.shared_base import MappedBase
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE
 from rollout.weights import Source
 
 # learner.push: merged. The weights of a model with its LoRA adapter multiplied out, W + alpha / r B A (Hu et al. 2021,
@@ -316,7 +316,7 @@ class Policy:
         self.trained.load(tensors)
 
     def merged(self) -> dict[str, Source]:
-        """The base's weights that the adapter changes, with it (learner.model.policy); the base's own stay."""
+        """The base's weights that the adapter changes, with it; the base's own stay."""
         return merged(self._lm)
 
     def scalings(self) -> dict[str, float]:

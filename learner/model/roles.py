@@ -24,8 +24,7 @@ from learner.model.adapter_config import CONFIG_FILE, HEAD, base_of, read_scored
 from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
-from rollout.data.hub import load_tokenizer
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE, load_tokenizer
 
 # A scalar head: one number of a hidden state, s = w . h, as transformers' sequence classification with one label has
 # it (`score`, without bias). Reward and value models are such a head and an adapter on the base of all roles.

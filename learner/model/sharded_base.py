@@ -30,7 +30,7 @@ from learner.config import ModelConfig
 from learner.model.base import tensor_files
 from learner.model.logprob import gather_in_operations
 from learner.model.masters import own_rows
-from rollout.data.hub import read_json
+from rollout.data.model_files import read_json
 from rollout.data.weight_names import check_fit
 
 SHOWN = 3  # names in a message

@@ -25,7 +25,7 @@ from learner.model.lora import POLICY, attach
 from learner.model.roles import without_head
 from learner.model.shared_base import no_views, refusal
 from rewards.config import adapters_of
-from rollout.data.weight_files import adapter_weights, model_weights
+from rollout.data.model_files import adapter_weights, model_weights
 from rollout.data.weight_names import adapter_misfits, transformers_misfits
 from rollout.types import View
 from rollout.vllm.environment import required_env

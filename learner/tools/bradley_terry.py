@@ -28,10 +28,10 @@ from learner.tools.reward_model import RewardModelRequest
 from learner.trainer.float32_products import choose_library
 from learner.trainer.memory_limit import OutOfMemory, TokenBudget, device_of
 from learner.trainer.optimizer import Updater
-from rollout.data import hub, sources
+from rollout.data import model_files, sources
 from rollout.data.chat import Chat
 from rollout.data.files import Names, Row
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.observation import MARKER, USER
 from rollout.data.weight_names import check_model
 
@@ -306,7 +306,7 @@ def run(asked: RewardModelRequest) -> int:
     """Exit code: 0; 2 if something given is wrong, or too much for the machine."""
     machine.sleeping_threads()
     made = not asked.out.exists()
-    hub.settle([asked.model, asked.pairs, asked.held_out])
+    model_files.settle([asked.model, asked.pairs, asked.held_out])
     try:
         check_model(asked.model, "--model")
         train, held_out = _data(asked)

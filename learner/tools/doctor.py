@@ -18,7 +18,7 @@ from urllib.request import getproxies
 import typer
 
 from cluster import confinement, machine
-from cluster.memory import cards as kinds
+from cluster.memory import plan as kinds
 from cluster.memory.plan import gib
 from learner.main import Request, epilog
 
@@ -128,9 +128,9 @@ def _folders() -> list[Path]:
 
 
 def _hub_answers() -> bool | None:
-    from rollout.data import hub
+    from rollout.data import model_files
 
-    return None if hub.switched_off() or getproxies() else hub.unreachable() is None
+    return None if model_files.switched_off() or getproxies() else model_files.unreachable() is None
 
 
 # What gleaner doctor makes of the facts: one finding for each thing that a run needs, with what to do about it.

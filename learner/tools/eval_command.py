@@ -142,10 +142,10 @@ def _evaluate(asked: EvalRequest) -> None:
     from cluster.files import writing
     from learner.tools.eval_meant import meant
     from learner.tools.evaluation import evaluate
-    from rollout.data import hub
+    from rollout.data import model_files
 
     config, adapter = meant(asked)
-    hub.settle([config.model.path, config.data.path, config.data.eval.path])
+    model_files.settle([config.model.path, config.data.path, config.data.eval.path])
     with EvalProgress() as progress:
         result = evaluate(
             config, adapter=adapter, held_out=asked.data is None, samples=asked.samples, limit=asked.limit,

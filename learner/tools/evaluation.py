@@ -45,12 +45,12 @@ from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
 from learner.driver.preflight import Untokenised
 from learner.driver.roles import started, worker_spec
 from learner.model.adapter_config import PEFT_RANK, read_content, served
+from rewards.base import tagged, text_of
 from rewards.built_in.number import last_number, parse_number
 from rewards.config import functions_of
-from rewards.text import tagged, text_of
 from rollout.data.chat import Chat
+from rollout.data.model_files import WEIGHTS_FILE
 from rollout.data.problems import Renderer, fitting, load, load_whole
-from rollout.data.weight_files import WEIGHTS_FILE
 from rollout.data.weight_names import check_model
 from rollout.delivery import check_digest
 from rollout.producer import SupervisedWorker
@@ -352,7 +352,7 @@ class Evaluated:
         data: the file, hub name or task that the problems are of. part: which of its problems they are, in words.
         problems: that were asked. samples: completions of each, beside the greedy one.
         metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with an interval of 95 %
-            (learner.tools.evaluation.interval).
+            (`interval`).
         unscored: problems with a completion without a score, which counts nowhere: each metric says over how many
             problems it is. failed: completions that a reward function failed on; where it is the one that counts,
             they count as 0.

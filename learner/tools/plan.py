@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster.memory import cards
+from cluster.memory import plan as cards
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
 from cluster.memory.shape import DTYPE_BYTES, SHAPES, LoraRank, Parts, Shape, hub_name, shape_of, total
 from learner.main import (

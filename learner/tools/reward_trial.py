@@ -27,17 +27,16 @@ from learner.tools import evaluation
 from learner.tools.eval_meant import of_other_data
 from learner.tools.reported import reported
 from learner.tools.rewards_try import RewardsTryRequest
-from rewards.base import RewardError
+from rewards.base import RewardError, opening_at_end
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig, adapters_of, functions_of
 from rewards.limits import DEFAULT_MEMORY
 from rewards.pool import RewardPool, Scores
-from rewards.text import opening_at_end
 from rollout import ledger
 from rollout.config import DataConfig, parse_size
-from rollout.data import hub, sources
-from rollout.data.hub import ChatError, template_in
+from rollout.data import model_files, sources
+from rollout.data.model_files import ChatError, template_in
 from rollout.data.prompts import messages_of
 from rollout.data.sources import Row
 from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole
@@ -519,7 +518,7 @@ def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
 def _cases(asked: RewardsTryRequest, meant: Meant) -> list[Case]:
     """The rows with all completions that need no model."""
     lines = read_completions(asked.completions) if asked.completions is not None else []
-    hub.settle([meant.data.path])
+    model_files.settle([meant.data.path])
     cases = read_cases(meant.data, asked.samples or len(lines) or SAMPLES, meant.run.seed if meant.run else 0)
     template = asked.reference or reference_column(cases[0].columns, meant.rewards)
     if template is None:

@@ -1,29 +1,91 @@
-"""vLLM's OpenAI-compatible server with what a run has learned."""
+"""vLLM's OpenAI-compatible server with what a run has learned, which samples as the run did."""
 
 import json
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from cluster import own_path
 from cluster.errors import WrongInput
+from cluster.files import writing
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import CONFIG_FILE, MODEL, read_content, served
-from learner.tools.as_trained import as_trained
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
-from rollout.architecture import has_experts
-from rollout.data import hub
-from rollout.data.hub import CONFIG, ChatError, read_json
-from rollout.data.weight_files import model_weights
+from rollout.architecture import has_experts, text_of
+from rollout.data import model_files
+from rollout.data.chat import Chat
+from rollout.data.model_files import CONFIG, ChatError, model_weights, read_json
+from rollout.data.observation import USER
 from rollout.data.weight_names import check_model, sizes_of
 from rollout.vllm.served import SERVER
+
+# How a run's completions were sampled, for those who serve or export what it learned.
+#
+# A base's generation_config.json is another's advice: a penalty or a temperature in it changes what the policy says,
+# greedily as well, and knows nothing of the stop tokens of the run.
+
+GENERATION = "generation_config.json"
+OF_TOKENS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # what is kept of the base's
+
+
+@dataclass(frozen=True, slots=True)
+class AsTrained:
+    """generation: content of a generation_config.json, as transformers and vLLM read it. stop: strings that ended
+    completions, which have no place in it: transformers' generate refuses a file that has some. of_prompts: what was
+    left out of prompts, in sentences. form: of completions, rollout.structured_outputs, which has no place in it
+    either; "": any."""
+
+    generation: dict[str, Any]
+    stop: tuple[str, ...]
+    of_prompts: tuple[str, ...]
+    form: str = ""
+
+    @property
+    def tokens(self) -> str:
+        """In words, which tokens may be sampled."""
+        cut = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        told = [
+            f"{name} {self.generation[name]:g}"
+            for name, all_of in cut.items()
+            if self.generation.get(name, all_of) != all_of
+        ]
+        whole = ", ".join(told) or "the whole distribution"
+        return f"{whole} (in training of the form {self.form}, which a request must ask for)" if self.form else whole
+
+    def write(self, folder: Path) -> None:
+        """Into that folder, in the place of a file or link of that name. Raises OSError, with the path in it."""
+        partial = folder / f".{GENERATION}.partial"
+        with writing(folder / GENERATION):
+            partial.unlink(missing_ok=True)  # in a folder of others it may be a link
+            partial.write_text(json.dumps(self.generation, indent=2) + "\n")
+            os.replace(partial, folder / GENERATION)
+
+
+def as_trained(config: RunConfig, path: str) -> AsTrained:
+    """path: of the base, or of the whole model that was learned. Raises ChatError: it cannot be read."""
+    data = config.data
+    chat = Chat.load(path, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
+    ids, strings = chat.stops(config.rollout.stop)
+    with suppress(ChatError):  # asked for what is told of prompts alone
+        chat.render([USER])
+    own: Mapping[str, Any] = read_json(path, GENERATION) or text_of(chat.config)
+    kept = {name: own[name] for name in OF_TOKENS if own.get(name) is not None}
+    # Transformers cuts the distribution at 50 tokens unless told.
+    rollout = config.rollout
+    sampling = {"do_sample": True, "temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    if rollout.min_p:
+        sampling["min_p"] = rollout.min_p
+    return AsTrained(kept | {"eos_token_id": list(ids)} | sampling, strings, chat.left_out())
+
 
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # where the user's environment does not say
 CHECKED_SERVER = "rollout.vllm.served"
@@ -53,7 +115,7 @@ def _check_weights(run_dir: Path) -> None:
     if learned.name == MODEL:
         check_model(str(learned), "RUN")
         return
-    hub.settle([config.model.path])
+    model_files.settle([config.model.path])
     check_model(config.model.source)
     check_served(str(learned), "RUN", config.model.source)
 
@@ -94,7 +156,7 @@ class Server(NamedTuple):
 
 def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Server:
     """What was learned has the run folder's name; `more` is for vLLM itself. Requests that do not say otherwise are
-    sampled as the training was (learner.tools.as_trained); its file is written into the run folder, where that can be.
+    sampled as the training was; its file is written into the run folder, where that can be.
 
     Raises ConfigError if the folder is not one of a run that has saved something.
     """

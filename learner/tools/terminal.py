@@ -20,8 +20,7 @@ from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 from cluster.errors import WrongInput
 from learner.driver.console import escaped, sentence
 from learner.tools.completions_shown import of_group, rows_of
-from learner.tools.report.run_folder import Run, read_run
-from learner.tools.report.summary import is_score, starts_of
+from learner.tools.report.summary import Run, is_score, read_run, starts_of
 
 # The curves of a run as one line each.
 

@@ -25,7 +25,7 @@ from learner.model.masters import Masters
 from learner.model.policy import Policy
 from learner.model.roles import ScoredAdapter
 from learner.trainer.optimizer import Peers
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE
 from rollout.weights import Source
 
 STATE_FILE = "trainer.pt"
@@ -140,7 +140,7 @@ class DividedState:
         self._names = [names[id(weight)] for group in groups for weight in group["params"]]  # as they are numbered
 
     def write(self, folder: Path, path: str, state: dict[str, Any]) -> dict[str, Digest]:
-        """As learner.trainer.state.write; each rank tells of what it wrote itself."""
+        """As `write`; each rank tells of what it wrote itself."""
         first, states, tensors = self._peers.rank == 0, _states(state), self._weights()
         for number, own in states.items():
             tensors |= self._rows(number, own)

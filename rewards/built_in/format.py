@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.text import check_tag, text_of
+from rewards.base import check_tag, text_of
 
 
 def format_(

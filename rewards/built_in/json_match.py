@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rewards.base import check_tag, column_of, text_of
 from rewards.built_in.json_text import (
     NoJson,
     as_json,
@@ -10,7 +11,6 @@ from rewards.built_in.json_text import (
     json_of,
     without_nulls,
 )
-from rewards.text import check_tag, column_of, text_of
 
 Path = tuple[str | int, ...]
 

@@ -9,7 +9,7 @@ from typing import Any
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
 
-from rewards.base import Zeroed
+from rewards.base import Zeroed, check_tag, column_of, text_of
 from rewards.built_in.json_text import (
     NoJson,
     as_json,
@@ -17,7 +17,6 @@ from rewards.built_in.json_text import (
     json_of,
 )
 from rewards.limits import Late, Patience
-from rewards.text import check_tag, column_of, text_of
 
 # Imported with this module, which only the loader imports: what that takes must not count against the deadline.
 _jsonschema = importlib.import_module("jsonschema")

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from rewards.text import tagged
+from rewards.base import tagged
 
 _FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL | re.IGNORECASE)
 

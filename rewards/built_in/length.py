@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.text import text_of
+from rewards.base import text_of
 
 
 def length(

@@ -8,8 +8,14 @@ from functools import partial
 from math import nan
 from typing import Any, NamedTuple
 
+from rewards.base import (
+    check_tag,
+    column_of,
+    gold_text,
+    tagged,
+    text_of,
+)
 from rewards.limits import Patience, computing
-from rewards.text import check_tag, column_of, gold_text, tagged, text_of
 
 # What math-verify is to read of an answer: forms that it takes for something else, written as it knows them.
 

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from rewards.text import check_tag, column_of, gold_text, tagged, text_of
+from rewards.base import (
+    check_tag,
+    column_of,
+    gold_text,
+    tagged,
+    text_of,
+)
 
 # Digits, or digits grouped by threes with commas; then perhaps decimals. ASCII only: \d would take other scripts.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"

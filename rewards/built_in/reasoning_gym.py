@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from cluster import child
 from cluster.confinement import confine
 from rewards import limits
-from rewards.base import Zeroed, said
+from rewards.base import Zeroed, check_tag, said, tagged, text_of
 from rewards.limits import Late, Patience
-from rewards.text import check_tag, tagged, text_of
 
 # Tasks of reasoning_gym, each imported with its own family (arithmetic, logic, games ...) instead of with all of them.
 #

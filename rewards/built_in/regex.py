@@ -4,9 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.base import Zeroed
+from rewards.base import Zeroed, text_of
 from rewards.limits import Late, Patience
-from rewards.text import text_of
 
 _SECONDS = 1.0  # for one completion
 

@@ -1,6 +1,6 @@
 """Any sequence-classification model of transformers as a reward function: its number for prompt and completion.
 
-It is loaded once in each reward process, before the process is asked for its first group (rewards.worker.prepare): in
+It is loaded once in each reward process, before the process is asked for its first group (rewards.slot.prepare): in
 main memory, or on the card of a process that has one of its own (cluster.rewards.gpus). A reward model on the policy's
 own base costs less as `use: adapter:<folder>`.
 """
@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rewards.base import RewardError
-from rewards.environment import DEVICE
-from rewards.text import text_of
+from rewards.base import RewardError, text_of
+from rewards.limits import DEVICE
 
 OTHER_HEADS = ("lm_head.", "cls.")  # beside the classifier's, of the language model that it was made from
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from rewards.base import Zeroed
+from rewards.base import Zeroed, column_of, text_of
 from rewards.code.process import Limits, outcome_of
-from rewards.environment import LONGEST
-from rewards.text import column_of, text_of
+from rewards.limits import LONGEST
 
 # The fenced blocks of a Markdown text, as CommonMark has them.
 

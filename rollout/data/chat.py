@@ -17,10 +17,10 @@ from jinja2.meta import find_undeclared_variables
 
 from cluster.child import forked
 from cluster.errors import WrongInput
-from rewards.text import opening_at_end
+from rewards.base import opening_at_end
 from rollout.architecture import text_of
-from rollout.data.hub import (
-    ChatError,  # here too: whoever uses Chat catches it
+from rollout.data.model_files import (
+    ChatError,
     load_tokenizer,
     needs_own_code,
     read_json,

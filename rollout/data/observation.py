@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.ordinary_text import OrdinaryText
 
 Messages = Sequence[Mapping[str, Any]]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # the token of a byte
 SPACES = " \t\n\r\u2581"  # the last as sentencepiece writes one

@@ -25,7 +25,7 @@ from rollout.config import DataConfig
 from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
 from rollout.data.files import Names
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.prompts import messages_of, prompts_of
 from rollout.data.sources import Pace
 from rollout.data.tables import Row

@@ -15,7 +15,7 @@ from rewards.config import resolved, scrubbed
 from rollout.config import EPISODE, OWN
 from rollout.data import files
 from rollout.data.files import DATA, FORMATS, LINES, Names, cut, is_file_name, packing_of, read_json
-from rollout.data.hub import switched_off
+from rollout.data.model_files import switched_off
 from rollout.data.tables import CsvFile, Packed, Row, Table, csv_rows
 
 # Tells early whether many small pieces of work will be done by their deadline.

@@ -15,8 +15,18 @@ from typing import Any
 from cluster.errors import WrongInput
 from cluster.memory.shape import LINEAR, Shape
 from rollout.architecture import EXPERTS, text_of
-from rollout.data.hub import CONFIG, read_json, split
-from rollout.data.weight_files import Stored, adapter_weights, check_finite, counted, model_weights, same_content, shown
+from rollout.data.model_files import (
+    CONFIG,
+    Stored,
+    adapter_weights,
+    check_finite,
+    counted,
+    model_weights,
+    read_json,
+    same_content,
+    shown,
+    split,
+)
 
 Sizes = Mapping[str, tuple[int, ...]]
 

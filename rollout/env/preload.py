@@ -17,12 +17,12 @@ from multiprocessing import spawn
 import rollout.env.host  # noqa: F401  (what every process needs)
 from cluster.child import end_with_parent, silence
 from cluster.machine import MARK, marked, sweep
-from rewards.environment import lent, withhold
-from rollout.env.loader import found
+from rewards.limits import lent, withhold
+from rollout.env.host import found
 
 # Ends what environments have started when the process that they are forked from is gone, however that came.
 #
-# The kernel ends the environments then (rewards.worker.confine), and not what they have started; and no code of the
+# The kernel ends the environments then (rewards.slot.confine), and not what they have started; and no code of the
 # server's own runs where it is killed, as Ray kills what a generator leaves. So it is a process of its own, which waits
 # for that. What it ends is known by a variable that each process hands on to those that it starts. Linux only.
 
@@ -56,7 +56,7 @@ SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"  # with values for its start alone
 
 
 def request(code: Sequence[str], variables: Sequence[str], seconds: float) -> str:
-    """What the server is to be told through VARIABLE: what names the environment's code (rollout.env.loader.code_of),
+    """What the server is to be told through VARIABLE: what names the environment's code (rollout.env.host.code_of),
     which variables that may see and how long it may take to load, what the main module of this process is, and the
     values of SAFE and PATH from which on all goes."""
     main = spawn.get_preparation_data("environments")

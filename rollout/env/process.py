@@ -25,14 +25,13 @@ from cluster.actor import within
 from cluster.files import wipe
 from cluster.machine import MARK
 from rewards.config import resolved
-from rewards.environment import lent, values_of
+from rewards.limits import lent, values_of
 from rollout.config import DEFAULT_ENVIRONMENT_MEMORY
 from rollout.env import preload
 from rollout.env.config import EnvConfig
-from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, host, write
-from rollout.env.loader import code_of, start_from_json, step_from_json
+from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, code_of, host, start_from_json, step_from_json, write
+from rollout.env.play import EnvironmentFault
 from rollout.env.protocol import Asked, NoMore, Sampled, Start, Step, Turn
-from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 from rollout.scorer import Sentences
 

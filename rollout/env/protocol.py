@@ -190,7 +190,7 @@ class Program(Protocol):
 
 
 class Hosted(Protocol):
-    """What serves a trajectory: a rollout.env.protocol.Environment, or a program as a chain of questions. The step of
+    """What serves a trajectory: an Environment, or a program as a chain of questions. The step of
     an environment is given its Turn, that of a program Sampled or NoMore."""
 
     async def reset(self, problem: Problem, seed: int) -> Start | Asked: ...

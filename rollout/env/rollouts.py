@@ -9,17 +9,23 @@ from typing import Any
 import numpy as np
 
 from cluster.errors import WrongInput
+from rewards.base import Progress
 from rewards.call import Group
-from rewards.environment import OF_ENVIRONMENTS, described
-from rewards.logged import Progress
+from rewards.limits import OF_ENVIRONMENTS, described
 from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.config import DEFAULT_ENVIRONMENT_MEMORY
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
-from rollout.env.play import Limits, Player
+from rollout.env.play import (
+    CUT,
+    FAULT,
+    TURNS,
+    Limits,
+    Player,
+    Trajectory,
+)
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.tools.parser import ToolParserError
-from rollout.env.trajectory import CUT, FAULT, TURNS, Trajectory
 from rollout.schema import Origin, Problem, facts_of
 from rollout.scorer import Scorer, side_by_side
 from rollout.types import Completion, EngineError, Sampling, seed_of

@@ -14,10 +14,10 @@ import torch
 from cluster.errors import WrongInput
 from cluster.memory.generator import BLOCK_CPU, PREFILL_TOKENS
 from rollout.architecture import ATTENTION, has_experts
-from rollout.data.hub import split
+from rollout.data.model_files import split
 from rollout.engine import EngineSettings
 from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
-from rollout.vllm.shards import shard_arguments, workers_environment
+from rollout.vllm.read_back import shard_arguments, workers_environment
 
 # What makes vLLM's start and end shorter, and what it must know of a model's adapters before.
 

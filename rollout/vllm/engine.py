@@ -38,7 +38,7 @@ from rollout.vllm.convert import (
 )
 from rollout.vllm.environment import check_env
 from rollout.vllm.policies import Policies
-from rollout.vllm.shards import lost_shard, peak_of, settle_ends
+from rollout.vllm.read_back import lost_shard, peak_of, settle_ends
 
 # Room on a card for a model that is about to be loaded, once whoever held it before has let go.
 

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from cluster import machine
 from rollout import shared_base
-from rollout.data.hub import split
+from rollout.data.model_files import split
 from rollout.shared_base import SharedFile, digests_of_pieces
 from rollout.types import (
     Manifest,

@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from cluster.errors import WrongInput
-from rollout.data.hub import joined, load_tokenizer
+from rollout.data.model_files import joined, load_tokenizer
 from rollout.vllm.convert import FORM
 
 KEY = "rollout.structured_outputs"

@@ -17,7 +17,7 @@ from typing import Any
 
 from rollout.architecture import text_of
 from rollout.data.chat import Chat
-from rollout.data.hub import CONFIG, joined, read_json
+from rollout.data.model_files import CONFIG, joined, read_json
 from rollout.env.tools.parser import ToolParserError, choose
 from rollout.vllm.arguments import check_bitsandbytes, without_lora
 

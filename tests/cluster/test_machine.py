@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from cluster import machine
-from cluster.memory.cards import CARDS as KINDS
+from cluster.memory.plan import CARDS as KINDS
 from cluster.placement import local_node
 
 CARDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]

@@ -83,7 +83,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "args": ("vllm.engine.arg_utils.EngineArgs",),
         **dict.fromkeys(("name", "parameter", "offsets", "args[]", "func", "target"), PLAIN),
     },
-    "rollout/vllm/shards.py": {
+    "rollout/vllm/read_back.py": {
         "executor": ("vllm.v1.executor.multiproc_executor.MultiprocExecutor",),
         "executor.response_mqs": PLAIN,
         "queue": ("vllm.distributed.device_communicators.shm_broadcast.MessageQueue",),
@@ -131,7 +131,7 @@ CALLED_WITH = {
     "rollout/vllm/arguments.py:_policy_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_cpu_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:_cuda_arguments": "vllm.engine.arg_utils.EngineArgs",
-    "rollout/vllm/shards.py:shard_arguments": "vllm.engine.arg_utils.EngineArgs",
+    "rollout/vllm/read_back.py:shard_arguments": "vllm.engine.arg_utils.EngineArgs",
     "rollout/vllm/arguments.py:lora_arguments": "vllm.engine.arg_utils.EngineArgs",
     "learner/model/attention.py:_by_varlen": "torch.nn.attention.varlen.varlen_attn",
     "cluster/ray_cluster.py:spawn": "ray._common.ray_option_utils.actor_options",

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from learner.tools.cli import main
-from rollout.data.weight_files import header
+from rollout.data.model_files import header
 from tests.flow.run import Run
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from learner.model.adapter_config import read_content
 from learner.tools.cli import main
 from learner.tools.report.page import model_of
-from learner.tools.report.run_folder import read_run
+from learner.tools.report.summary import read_run
 from rollout import ledger
 from tests import hub_cache
 from tests.flow.run import Run

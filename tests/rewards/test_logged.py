@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from learner.driver.metrics import batch_metrics
+from rewards.base import LONGEST_TEXT, MOST, Progress
 from rewards.call import Group, score, scores
 from rewards.config import RewardConfig
-from rewards.logged import LONGEST_TEXT, MOST, Progress
 from rewards.pool import RewardPool
 from rollout.fakes import make_group
 from rollout.schema import check, with_scores

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rewards.base import opening_at_end, tagged, text_of
 from rewards.built_in.format import format_
 from rewards.built_in.length import length
 from rewards.built_in.number import last_number, number, parse_number
 from rewards.built_in.regex import regex
-from rewards.text import opening_at_end, tagged, text_of
 
 
 def said(text: str) -> list[dict[str, str]]:

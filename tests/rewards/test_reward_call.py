@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from rewards.base import Reward
+from rewards.base import NAMES, Reward
 from rewards.built_in.number import number
 from rewards.call import Group, Verdict, failed, score
 from rewards.loader import load
-from rewards.logged import NAMES
 
 GROUP = Group(
     ["p", "p"], ["a", "b"], [[1], [2, 3]], {"answer": ["x", "y"], "tag": ["t", "t"], "prompt": ["raw", "raw"]}

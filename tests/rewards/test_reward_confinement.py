@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rewards import environment, limits
+from rewards import limits
 from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
@@ -88,7 +88,7 @@ def test_a_variable_that_is_not_set_is_refused_before_anything_starts(reward: An
 def test_only_what_is_lent_is_there_and_only_while_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "before")
     monkeypatch.delenv("B_KEY", raising=False)
-    with environment.lent({"A_KEY": "a", "B_KEY": "b"}):
+    with limits.lent({"A_KEY": "a", "B_KEY": "b"}):
         assert (os.environ["A_KEY"], os.environ["B_KEY"]) == ("a", "b")
     assert os.environ["A_KEY"] == "before"
     assert "B_KEY" not in os.environ

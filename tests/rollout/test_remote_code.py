@@ -9,7 +9,7 @@ import pytest
 
 from examples.random_model import make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
 

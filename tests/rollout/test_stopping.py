@@ -6,7 +6,7 @@ import pytest
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 
 
 @pytest.fixture(scope="module")

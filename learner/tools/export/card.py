@@ -19,11 +19,11 @@ from cluster.telemetry import number
 from learner.config import RunConfig
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.evaluate import Evaluation
-from learner.tools.as_trained import GENERATION, AsTrained
 from learner.tools.evaluation import Estimate
 from learner.tools.export.source import TOLERANCE, Proof, Source
-from learner.tools.report.run_folder import Run, read_run
-from rollout.data.hub import is_hub_name, split
+from learner.tools.report.summary import Run, read_run
+from learner.tools.server import GENERATION, AsTrained
+from rollout.data.model_files import is_hub_name, split
 from rollout.data.sources import is_made
 
 # Pieces of Markdown that hold whatever they are given.

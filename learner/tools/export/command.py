@@ -24,13 +24,13 @@ from cluster.memory.plan import gib
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
-from learner.tools.as_trained import AsTrained, as_trained
 from learner.tools.export import ExportRequest
 from learner.tools.export.card import Exported, Scores, card, check_whose, read_scores
 from learner.tools.export.source import ExportFailed, Needed, Source, check_base, check_disk, find, needed, recorded
 from learner.tools.reported import reported
-from rollout.data import hub
-from rollout.data.hub import ChatError, read_json
+from learner.tools.server import AsTrained, as_trained
+from rollout.data import model_files
+from rollout.data.model_files import ChatError, read_json
 from rollout.data.weight_names import check_model
 
 # An exported folder on the hub, by huggingface_hub's own upload.
@@ -46,7 +46,7 @@ def check_hub(repo: str) -> None:
         raise WrongInput(f"--push-to: must be OWNER/NAME, got {repo[:100]}: {error}") from None
     if repo.count("/") != 1:
         raise WrongInput(f"--push-to: must be OWNER/NAME, got {repo[:100]}; put your name or organisation before it")
-    if hub.switched_off():
+    if model_files.switched_off():
         raise WrongInput("--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it, or leave --push-to out")
     if unreachable := _unreachable():
         raise WrongInput(f"--push-to: {unreachable}; try again when it can be reached, or leave --push-to out")
@@ -79,8 +79,8 @@ def _api() -> HfApi:
 
 def _unreachable() -> str:
     """A sentence, or ''. Behind a proxy nothing is tried."""
-    host = None if getproxies() else hub.unreachable()
-    return "" if host is None else f"{host} cannot be reached within {hub.CONNECT_S:g} s"
+    host = None if getproxies() else model_files.unreachable()
+    return "" if host is None else f"{host} cannot be reached within {model_files.CONNECT_S:g} s"
 
 
 def _first_line(error: Exception) -> str:
@@ -207,7 +207,7 @@ def _checked(asked: ExportRequest) -> Job:
     scores = None if asked.scores is None else _scores(asked.scores, source)
     path, converter = source.config.model.path, None
     if not asked.adapter_only:
-        hub.settle([path])
+        model_files.settle([path])
     _check_weights(source, merges=not asked.adapter_only)
     _check_new(asked.out)
     if asked.push_to is not None:

@@ -22,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 
 from learner.config import ModelConfig
 from learner.model.base import load_base
-from learner.tools.as_trained import GENERATION
 from learner.tools.export.source import (
     ExportFailed,
     Needed,
@@ -36,7 +35,8 @@ from learner.tools.export.source import (
     compare,
     made_up,
 )
-from rollout.data.hub import load_tokenizer, split
+from learner.tools.server import GENERATION
+from rollout.data.model_files import load_tokenizer, split
 
 # The base's tokenizer, unchanged.
 #
@@ -139,7 +139,7 @@ def _save(lm: Any, source: Source, out: Path) -> None:
         lm.save_pretrained(out, max_shard_size=SHARD)
     except SafetensorError as error:  # of a full disk, say, without the path
         raise ExportFailed(f"OUT: {out.parent} does not take the weights: {error}; nothing was written") from error
-    (out / GENERATION).unlink()  # that of the training takes its place (learner.tools.as_trained)
+    (out / GENERATION).unlink()  # that of the training takes its place (learner.tools.server)
     write_tokenizer(path, out)
     for file in out.glob("*.safetensors"):  # which safetensors lets nobody but this user read
         file.chmod((out / "config.json").stat().st_mode)

@@ -30,7 +30,7 @@ from learner.driver.identity import (
 )
 from learner.model.adapter_config import CONFIG_FILE, MODEL
 from rollout import ledger
-from rollout.data.weight_files import WEIGHTS_FILE, adapter_weights, model_weights
+from rollout.data.model_files import WEIGHTS_FILE, adapter_weights, model_weights
 from rollout.schema import masks_of, ragged
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from learner.driver.identity import (
 )
 from learner.driver.metrics import batch_metrics, failing, unscored
 from learner.driver.record import PolicyLine, read_policies
-from learner.tools.report.run_folder import read_run
+from learner.tools.report.summary import read_run
 from rollout import ledger
 from rollout.env.config import EnvConfig
 from rollout.schema import groups_of

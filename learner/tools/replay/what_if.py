@@ -25,7 +25,7 @@ from learner.driver.checkpoint import ADAPTER_FILES
 from learner.driver.identity import FIXED, leaves, same_value
 from learner.model.adapter_config import MODEL
 from learner.tools.replay.recorded import Learner, Scoring, Step, Taken
-from learner.tools.report.run_folder import REPLAY
+from learner.tools.report.summary import REPLAY
 from learner.tools.reward_trial import group_of
 from rewards.check import try_rewards
 from rewards.config import adapters_of, functions_of

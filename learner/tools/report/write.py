@@ -16,18 +16,29 @@ from cluster import files
 from cluster.errors import WrongInput
 from cluster.files import writing
 from learner.driver.console import escaped
-from learner.tools.report.completions import Block, Sample, Step, mismatch_file, packed, read_step, sampled
 from learner.tools.report.page import (
+    Block,
+    Sample,
+    Step,
     Words,
     advantage_of,
     blocks_of,
     head_of,
+    mismatch_file,
     model_of,
+    packed,
     page,
+    read_step,
+    sampled,
     title_of,
     trained_of,
 )
-from learner.tools.report.run_folder import Run, begun, read_run, read_runs
+from learner.tools.report.summary import (
+    Run,
+    begun,
+    read_run,
+    read_runs,
+)
 
 # The report while a run trains: served to browsers of this machine, behind a key in the address.
 #

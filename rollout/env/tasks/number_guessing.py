@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Mapping
 
-from rewards.text import tagged
+from rewards.base import tagged
 from rollout.env.protocol import Start, Step, Turn, own_messages
 from rollout.schema import Problem
 

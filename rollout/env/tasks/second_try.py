@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from rewards.base import check_tag, tagged
 from rewards.built_in.reasoning_gym import reasoning_gym
-from rewards.text import check_tag, tagged
 from rollout.env.protocol import Start, Step, Turn, own_messages
 from rollout.schema import Problem
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from cluster.actor import within
 from cluster.errors import WrongInput
 from rewards.base import said
-from rewards.environment import OF_ENVIRONMENTS, described
+from rewards.limits import OF_ENVIRONMENTS, described
 from rollout.env.protocol import Message, Step, ToolCall, ToolSpec, Turn, as_text
 from rollout.env.tools.parser import MAX_NAME
 
@@ -152,7 +152,7 @@ class FunctionTool:
     """A plain or async function that a policy may call.
 
     function: every parameter is annotated and described in the docstring (Google style, without types), since the JSON
-    schema that the chat template shows is made of them (rollout.env.tools.functions).
+    schema that the chat template shows is made of them.
 
     Raises WrongInput for a function of which no schema can be made.
     """

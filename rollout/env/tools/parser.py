@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cluster.errors import WrongInput
 from rewards.base import said
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.observation import USER
 from rollout.env.protocol import DEEPEST, ToolCall, ToolSpec, as_text, is_text, too_deep
 

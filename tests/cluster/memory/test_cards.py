@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.memory.cards import CARDS, lacks, named
+from cluster.memory.plan import CARDS, lacks, named
 from learner.driver.memory import card_size
 
 MIB = 2**20

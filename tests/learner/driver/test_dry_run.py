@@ -21,8 +21,8 @@ from learner.driver.input_checks import Trial
 from learner.driver.memory import Cards, cards_of
 from learner.main import main
 from learner.model.trial import wrong_with
-from rollout.data import hub
-from rollout.data.weight_files import adapter_weights, model_weights
+from rollout.data import model_files
+from rollout.data.model_files import adapter_weights, model_weights
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_whatever_may_be_a_name_of_the_hub_is_known_before_the_hub_is_asked(
         asked.extend(paths)
         raise InterruptedError
 
-    monkeypatch.setattr(hub, "settle", settle)
+    monkeypatch.setattr(model_files, "settle", settle)
     config = config_of(model, learner={"mode": "full", "loss": {"beta": 0.1}})
     config["model"]["reference"], config["data"]["eval"] = "org/reference", {"path": "org/questions"}
     Path("config.yaml").write_text(yaml.safe_dump(config))

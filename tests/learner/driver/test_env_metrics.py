@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from learner.driver.metrics import batch_metrics, env_metrics
-from rollout.env.loader import BadAnswer, parts, step_to_json
+from rollout.env.host import BadAnswer, parts, step_to_json
 from rollout.env.protocol import Step
 from rollout.fakes import make_group
 from rollout.types import Completion

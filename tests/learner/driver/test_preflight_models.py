@@ -31,7 +31,7 @@ from learner.model.export import served_config, served_weights
 from learner.model.trial import not_by_rows
 from learner.tools.evaluation import policy_of
 from rollout.data.chat import Chat
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE
 from rollout.types import View
 from tests.learner.driver.test_preflight import check, config, model
 

@@ -10,7 +10,7 @@ import pytest
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.driver.input_checks import check_data_prompts, check_environment, check_prompts
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.schema import Problem
 from tests.learner.driver.test_env_check import FAULTY, MODEL, TOOL
 from tests.learner.driver.test_env_check import config as configured

@@ -25,8 +25,7 @@ from learner.tools.eval_meant import meant
 from learner.tools.export.merge import write_tokenizer
 from learner.tools.report.page import Words
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError, read_json
-from rollout.data.weight_files import model_weights
+from rollout.data.model_files import ChatError, model_weights, read_json
 from rollout.vllm.arguments import engine_arguments
 from tests import hub_cache
 from tests.hub_cache import NAME, SEEDS

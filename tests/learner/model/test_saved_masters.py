@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from learner.model.export import save_masters
-from rollout.data.weight_files import WEIGHTS_FILE
+from rollout.data.model_files import WEIGHTS_FILE
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 

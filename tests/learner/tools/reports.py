@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from learner.tools.report.completions import unpacked
+from learner.tools.report.page import unpacked
 from rollout import ledger
 from rollout.fakes import make_group
 

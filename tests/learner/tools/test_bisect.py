@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from learner.tools.cli import main
-from learner.tools.replay.bisect import change_of, worse
+from learner.tools.replay.command import change_of, worse
 
 STEPS = list(range(1, 61))
 RISING = 1 / (1 + np.exp(-(np.arange(60) - 20) / 6))

@@ -17,8 +17,8 @@ from cluster.errors import WrongInput
 from learner.config import load
 from learner.driver.preflight import place_output
 from learner.tools.cli import main
-from learner.tools.report import completions
-from learner.tools.report.run_folder import SHOWN, read_run
+from learner.tools.report import page
+from learner.tools.report.summary import SHOWN, read_run
 from rollout import ledger
 from rollout.fakes import make_group
 from rollout.schema import SCHEMA
@@ -210,7 +210,7 @@ def test_a_page_holds_so_many_completions(tmp_path: Path, monkeypatch: pytest.Mo
     run = report_run(tmp_path)
     for step in range(3, 9):
         ledger.write(run / "rollouts", step, [make_group(step)])
-    monkeypatch.setattr(completions, "MOST_COMPLETIONS", 9)
+    monkeypatch.setattr(page, "MOST_COMPLETIONS", 9)
     assert main(["report", str(run)]) == 0
     found = blocks((run / "report.html").read_text())
     assert [name for name in found if name.startswith("step-")] == ["step-1", "step-5", "step-8"]

@@ -24,8 +24,7 @@ from learner.tools.replay import command
 from learner.tools.replay.command import Compared
 from learner.tools.replay.recorded import read_recorded
 from learner.tools.replay.what_if import changes_of, check_possible
-from learner.tools.report.completions import unpacked
-from learner.tools.report.page import blocks_of
+from learner.tools.report.page import blocks_of, unpacked
 from learner.trainer import float32_products
 from rollout import ledger
 from rollout.env.config import EnvConfig

@@ -16,11 +16,10 @@ import pytest
 from cluster import files as run_lock
 from learner.driver import record
 from learner.tools.cli import main
-from learner.tools.report.completions import read_step, spread, unpacked
-from learner.tools.report.page import Words, bytes_of
+from learner.tools.report.page import Words, bytes_of, read_step, spread, unpacked
 from learner.tools.report.write import report
 from rollout import ledger
-from rollout.env.trajectory import Played
+from rollout.env.play import Played
 from rollout.fakes import make_group
 from tests.learner.tools.reports import HOSTILE, MODEL, blocks, report_run
 

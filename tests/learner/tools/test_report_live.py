@@ -15,7 +15,7 @@ from cluster import files as run_lock
 from learner.driver import record
 from learner.tools.cli import main
 from learner.tools.report import write
-from learner.tools.report.completions import Step, read_step, unpacked
+from learner.tools.report.page import Step, read_step, unpacked
 from learner.tools.report.write import LiveServer, Watched
 from rollout import ledger
 from rollout.fakes import make_group

@@ -14,7 +14,7 @@ import yaml
 from learner.tools import evaluation, reward_trial
 from learner.tools.cli import main
 from learner.tools.reward_trial import read_completions
-from rollout.data.hub import template_in
+from rollout.data.model_files import template_in
 from rollout.fakes import make_group
 from tests.documented.blocks import ROOT
 

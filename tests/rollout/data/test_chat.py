@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from examples.random_model import CHAT_TEMPLATE, EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2=?"}]
 

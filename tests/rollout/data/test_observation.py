@@ -12,7 +12,7 @@ from tokenizers import normalizers
 
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.observation import (
     UnclosedTurn,
     Verdict,

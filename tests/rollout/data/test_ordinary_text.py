@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from rollout.data.chat import Chat
-from rollout.data.hub import ChatError
+from rollout.data.model_files import ChatError
 from rollout.data.ordinary_text import OwnText
 
 SPECIAL = ["<|start|>", "<|stop|>", "<pad>"]

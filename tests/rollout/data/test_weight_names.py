@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
-from rollout.data import weight_files
-from rollout.data.weight_files import adapter_weights, check_finite, model_weights
+from rollout.data import model_files
+from rollout.data.model_files import adapter_weights, check_finite, model_weights
 from rollout.data.weight_names import (
     check_adapter,
     check_fit,
@@ -263,8 +263,8 @@ def test_numbers_that_are_not_finite_are_found_wherever_they_stand(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of 16 bytes and segments of 64. The largest numbers are finite."""
-    monkeypatch.setattr(weight_files, "PIECE", 16)
-    monkeypatch.setattr(weight_files, "SEGMENT", 64)
+    monkeypatch.setattr(model_files, "PIECE", 16)
+    monkeypatch.setattr(model_files, "SEGMENT", 64)
     most = torch.finfo(dtype).max
     plain = torch.tensor([0.0, -0.0, most, -most, 1.0, -1.0, torch.finfo(dtype).tiny] * 9, dtype=dtype)
     others = {"empty": torch.ones(0, dtype=dtype), "whole": torch.full((40,), -1)}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rollout.env.config import EnvConfig
-from rollout.env.loader import BadAnswer, make
+from rollout.env.host import BadAnswer, make
+from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
 PROBLEM = Problem("train-1", "1 + 1", {"answer": "2"}, (1, 2), 1, 0)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.env.play import Limits, Player
+from rollout.env.play import EnvironmentFault, Limits, Player, Trajectory
 from rollout.env.protocol import Asked, Message, Start, Step, ToolSpec, Turn
-from rollout.env.trajectory import EnvironmentFault, Trajectory
 from rollout.schema import Problem
 from rollout.types import Completion
 

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from rollout.env.config import EnvConfig
+from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Start, Step, Turn
-from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 
 FAULTY = f"{Path(__file__).with_name('faulty.py')}:Plain"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollout.env.adapters.trl_rollout import TrlRolloutFunc
-from rollout.env.loader import BadAnswer
+from rollout.env.adapters.trl import TrlRolloutFunc
+from rollout.env.host import BadAnswer
 from rollout.env.protocol import OutOfBudget, Sampled
 from rollout.schema import Problem
 from tests.rollout.env.test_rollouts import CHAT, MODEL, PROBLEM

@@ -15,9 +15,9 @@ import pytest
 
 from rollout.env.adapters.verifiers import CHILD, Verifiers, VerifiersFailed
 from rollout.env.config import EnvConfig
+from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Asked, Sampled
-from rollout.env.trajectory import EnvironmentFault
 from tests.rollout.env.hand import problem
 from tests.rollout.env.test_rollouts import MODEL
 from tests.rollout.env.test_trl_rollout import TURN, Policy

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.env.loader import (
+from rollout.env.host import (
     BadAnswer,
     encoded,
     parts,

@@ -15,7 +15,7 @@ import torch
 from examples.random_model import make_tiny_model
 from rollout.engine import EngineDied
 from rollout.types import Held, Sampling
-from rollout.vllm.shards import agreed
+from rollout.vllm.read_back import agreed
 from rollout.weights import WeightsFile, WeightsReader
 from tests.rollout.engine_case import PROMPT, TOLERANCE, EngineCase, run
 from tests.rollout.vllm.test_engine import logprobs, weights_of

@@ -1,0 +1,498 @@
+"""Files of models: where they are, in a folder or on the hub, and whether their weights are there and whole."""
+
+import json
+import logging
+import math
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import numpy as np
+import numpy.typing as npt
+from huggingface_hub import try_to_load_from_cache
+
+from cluster.errors import WrongInput
+from cluster.reading import MIB, Unreadable, opened, read_mapping, read_text
+from rollout.data.files import is_file_name, is_pattern
+
+# One quick connection tells whether the hub can be reached; its client would try for half a minute at each file.
+
+
+# What the parts of Chat raise.
+
+
+class ChatError(WrongInput):
+    """A tokenizer or a conversation that cannot be used; the message says which, why, and what to do."""
+
+
+log = logging.getLogger("rollout")
+
+CONNECT_S = 4.0
+# Modules that read HF_HUB_OFFLINE as they are imported, which may have happened.
+READERS = ("huggingface_hub.constants", "datasets.config")
+PINNED = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)@(.+)")
+LONGEST = 200  # letters of a name that is looked for on the disk
+
+
+def settle(paths: Iterable[str | None]) -> None:
+    """Sets HF_HUB_OFFLINE, for this process and those that it starts, if one of `paths` is a hub name and the hub
+    cannot be reached. Behind a proxy nothing is tried."""
+    if switched_off() or getproxies() or not any(path and is_hub_name(path) for path in paths):
+        return
+    if (host := unreachable()) is None:
+        return
+    log.warning("%s cannot be reached within %g s: what is in the hub's cache is used", host, CONNECT_S)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in READERS:
+        if name in sys.modules:
+            sys.modules[name].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+def switched_off() -> bool:
+    """Whether the environment says so, read as huggingface_hub does."""
+    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")
+    return said.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def unreachable() -> str | None:
+    """The hub's host, if it cannot be reached within CONNECT_S."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    host, port = url.hostname or "huggingface.co", url.port or (80 if url.scheme == "http" else 443)
+    return None if _connects(host, port) else host
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path of a model or of data names something on the hub."""
+    local = path.startswith(("/", ".", "~", "rg:", "env:")) or is_file_name(path) or is_pattern(path)
+    plain = path.count("/") <= 1 and not local
+    return plain and len(path) < LONGEST and not Path(path).exists()
+
+
+def joined(name: str, revision: str | None) -> str:
+    """`name@revision`: what a model with a revision is called in every process that reads it. Without one its name, or
+    its folder."""
+    return name if revision is None else f"{name}@{revision}"
+
+
+def split(model: str) -> tuple[str, str | None]:
+    """(name, revision) of what `joined` gave."""
+    found = PINNED.fullmatch(model)
+    if found is None or (len(model) < LONGEST and Path(model).exists()):
+        return model, None
+    return found[1], found[2]
+
+
+def commit_of(folder: Path) -> str | None:
+    """Of the folder that a model's commit has in the hub's cache, the commit. Else None."""
+    found = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})$", str(folder))
+    return found[1] if found is not None else None
+
+
+def _connects(host: str, port: int) -> bool:
+    reached = threading.Event()
+
+    def attempt() -> None:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+        except OSError:
+            return
+        reached.set()
+
+    # In a thread: looking up a name has no time-out of its own.
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    return reached.is_set()
+
+
+# Tokenizer and JSON files of a model, from a folder or from the hub.
+
+CONFIG = "config.json"  # which every model has
+LONGEST_TEMPLATE = MIB  # bytes
+# Tokenizers that AutoTokenizer would load with this very class. Named here because the class alone does not import
+# torch and AutoTokenizer does: 2 s instead of 6 s, and 300 MB less in every process that only needs the words.
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of the model at `path`, a folder, a hub name or name@revision. Raises ChatError."""
+    name, revision = split(path)
+    try:
+        if read_json(path, "tokenizer_config.json").get("tokenizer_class") in PLAIN_CLASSES:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except ChatError:
+        raise
+    except Exception as error:  # the tokenizers library has no exceptions of its own
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        if "custom code" in reason:
+            raise ChatError(
+                f"model.path: the tokenizer of {path} needs Python code that comes with it, and such code is never "
+                "run; save it as a tokenizer.json, or give another model"
+            ) from error
+        raise ChatError(f"model.path: {path} must hold a tokenizer that transformers can load: {reason}") from error
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):  # a name that is too long
+        return False
+
+
+def hub_file(model: str, file: str) -> Path | None:
+    """A file of a hub's model (`name` or `name@revision`), downloaded where it is not in the cache; None where it has
+    no such file. Offline, what a cached commit does not have counts as not there. Raises ChatError."""
+    # Not above: 50 ms, and each process reads the JSON of a folder first.
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name, revision = split(model)
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE and isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
+            return None
+        raise ChatError(_not_cached(name, revision)) from error
+    except EntryNotFoundError:
+        return None
+    except RevisionNotFoundError as error:
+        raise ChatError(
+            f"model.revision: must be a branch, tag or commit of the hub's {name}, which has no {revision}; choose one "
+            "on the model's page (Files and versions), or leave it out for the newest"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ChatError(
+            f"model.path: must be a folder or a hub model that you may read, got {name[:100]}: "
+            f"{str(error).strip().splitlines()[0][:200]}; check the name, or log in with: hf auth login"
+        ) from error
+
+
+def _not_cached(name: str, revision: str | None) -> str:
+    if revision is None:
+        return (
+            f"model.path: {name} is neither a folder here nor a hub model in the cache, and the hub cannot be "
+            "reached; download it first (hf download), or give a folder"
+        )
+    return (
+        f"model.revision: must be one of {name} that is in the cache, since the hub cannot be reached, got {revision}; "
+        f"download it first (hf download {name} --revision {revision}), or give one that is there"
+    )
+
+
+def read_json(path: str, name: str) -> dict[str, Any]:
+    """One JSON file of a model folder or of a hub model (`name` or `name@revision`); empty where the model has no such
+    file. Raises ChatError."""
+    hub_name, _ = split(path)
+    if _is_folder(path):
+        file = Path(path) / name
+    elif Path(path).is_absolute() or path.startswith((".", "~")) or hub_name.count("/") > 1:
+        raise ChatError(f"model.path: folder must exist, got {path}; check the path, or give a hub name like org/model")
+    elif (found := hub_file(path, name)) is None:
+        return {}
+    else:
+        file = found
+    if not file.is_file():
+        return {}
+    try:
+        return read_mapping(file)
+    except (OSError, Unreadable) as error:
+        raise ChatError(f"model.path: {error}; copy it again") from error
+
+
+def template_in(folder: Path) -> str | None:
+    """The chat template in a folder of a model or an adapter, of several the one named "default"; None where there is
+    none. Raises Unreadable, ChatError."""
+    try:
+        return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE)
+    except FileNotFoundError:
+        found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def has_template(path: str) -> bool:
+    """Whether the model at `path`, a folder, a hub name or name@revision, has a chat template. Raises ChatError."""
+    if _is_folder(path):
+        try:
+            return template_in(Path(path)) is not None
+        except Unreadable as error:
+            raise ChatError(f"model.path: {error}; copy it again") from error
+    found = hub_file(path, "chat_template.jinja") or read_json(path, "tokenizer_config.json").get("chat_template")
+    return bool(found)
+
+
+# Models that bring Python code of their own (`auto_map` in config.json), which is never run.
+
+
+def needs_own_code(config: Mapping[str, Any]) -> str | None:
+    """The part of the model that only its own code can build; None if transformers can build all of it.
+
+    Folders of well-known architectures often still bring code from before transformers had them: these pass.
+    """
+    brought: Mapping[str, Any] = config.get("auto_map") or {}
+    if not brought:
+        return None
+    # Here: with torch, 10 s where nothing has imported it yet; and few models bring code.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.get("model_type")
+    for name, known in (
+        ("AutoConfig", CONFIG_MAPPING),
+        ("AutoModelForCausalLM", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    ):
+        if name in brought and kind not in known:
+            return f"{brought[name]} for model_type {kind!r}"
+    return None
+
+
+# Weights at rest: whether every file of a model or adapter is there and whole, and holds what it must, without loading
+# any of it.
+#
+# A safetensors file is 8 bytes (n, little-endian), n bytes of JSON ({tensor: {dtype, shape, data_offsets}}), and the
+# tensors one after the other: a file that is cut, or is something else, is known by its size. Whether all numbers are
+# finite is known by reading them once, in pieces.
+
+WEIGHTS_FILE = "adapter_model.safetensors"  # of a PEFT adapter
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LARGEST_HEADER = 100 * 10**6  # bytes; the limit of the safetensors library
+SHOWN = 3  # names in a message
+# Of a floating-point number with all bits of its exponent set, which is inf or nan, the bits as a whole number are at
+# least this without the sign; of the seven of F8_E4M3, which has no inf, nan alone has all set. So the largest signed
+# and the largest unsigned one of a tensor tell of all.
+EXPONENTS = {
+    "F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F32": (4, 0x7F800000), "F64": (8, 0x7FF0 << 48),
+    "F8_E5M2": (1, 0x7C), "F8_E4M3": (1, 0x7F),
+}  # fmt: skip
+PIECE = 2**20  # bytes that are looked at at once: they stay in a core's cache
+SEGMENT = 2**26  # of a tensor, for one thread
+THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file."""
+
+    dtype: str  # in safetensors' letters: BF16, F32, ...
+    shape: tuple[int, ...]
+    file: Path
+    begin: int  # of its bytes in the file
+
+    @property
+    def nbytes(self) -> int:
+        """Of types of whole bytes, whose letters end in their bits."""
+        bits = re.search(r"(\d+)", self.dtype)
+        return math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8
+
+
+def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | None:
+    """Every tensor of a model by name; None for a hub model of whose weights this machine's cache knows nothing.
+
+    Raises WrongInput, which names `key`.
+    """
+    try:
+        folder = Path(path).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError):  # what no folder is called: rollout.data.chat says so
+        return None
+    if not is_folder:
+        cached = next((file for name in (INDEX, SINGLE) if isinstance(file := _cached(path, name), str)), None)
+        if cached is None:
+            return None
+        folder = Path(cached).parent
+    index = folder / INDEX
+    if index.is_file():
+        return _sharded(index, key)
+    if (folder / SINGLE).is_file():
+        return header(folder / SINGLE, key)
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickled:
+        raise WrongInput(
+            f"{key}: {folder} holds pickled weights alone ({pickled[0]}), and reading it can run any code; save "
+            "it anew with save_pretrained, which writes safetensors"
+        )
+    raise WrongInput(f"{key}: {folder} must hold {SINGLE} or {INDEX}, and has neither; copy the weights there")
+
+
+def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
+    """Every tensor of a PEFT adapter's folder by name. Raises WrongInput, which names `key`."""
+    file = Path(folder).expanduser() / WEIGHTS_FILE
+    if not file.is_file():
+        raise WrongInput(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
+    return header(file, key)
+
+
+def header(file: Path, key: str) -> dict[str, Stored]:
+    """The tensors of a safetensors file whose size is right. Raises WrongInput, which names `key`."""
+    try:
+        with opened(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            first = stream.read(8)
+            length = int.from_bytes(first, "little")
+            if first == b"version ":  # how a pointer of git-lfs begins
+                raise WrongInput(f"{key}: {file} is a pointer of git-lfs, not the weights; run: git lfs pull")
+            if len(first) < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
+                raise WrongInput(f"{key}: {file} is no safetensors file ({size} bytes); copy or save it again")
+            entries = json.loads(stream.read(length))
+        entries.pop("__metadata__", None)
+        found = {name: _entry(entry, file, 8 + length) for name, entry in entries.items()}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except OSError as error:
+        raise WrongInput(f"{key}: {file} cannot be read: {error.strerror}; copy it again") from error
+    except Unreadable as error:
+        raise WrongInput(f"{key}: {error}; copy it again") from None
+    except WrongInput:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise WrongInput(f"{key}: the header of {file} is damaged ({type(error).__name__}); copy it again") from error
+    if size != 8 + length + end:
+        raise WrongInput(f"{key}: {file} must have {8 + length + end} bytes by its header, got {size}; copy it again")
+    return found
+
+
+def _entry(entry: Any, file: Path, data: int) -> Stored:
+    begin, end = entry["data_offsets"]
+    found = Stored(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), file, data + begin)
+    if not 0 <= begin <= end or (found.dtype in EXPONENTS and end - begin != found.nbytes):
+        raise ValueError("offsets")
+    return found
+
+
+def _sharded(index: Path, key: str) -> dict[str, Stored]:
+    try:
+        where = dict(read_mapping(index)["weight_map"])
+        names: Iterable[str] = sorted({Path(name).name for name in where.values()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WrongInput(f"{key}: {index} has no readable weight_map; copy it again") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise WrongInput(
+            f"{key}: {index} names {len(missing)} files that are not there, first {missing[0]}; copy them there"
+        )
+    if SINGLE not in names and (index.parent / SINGLE).is_file():
+        raise WrongInput(
+            f"{key}: {index.parent} holds weights twice, in {SINGLE}, which transformers reads, and in the files of "
+            f"{INDEX}, which vLLM reads; take away those that are not meant"
+        )
+    shards = {name: header(index.parent / name, key) for name in names}
+    lost = sorted(tensor for tensor, name in where.items() if tensor not in shards[Path(name).name])
+    if lost:
+        raise WrongInput(
+            f"{key}: {index} says that {lost[0]} lies in {where[lost[0]]}, and it does not ({len(lost)} such); "
+            "copy index and files from one place"
+        )
+    twice = [
+        (tensor, name)
+        for tensor, home in sorted(where.items())
+        for name in names
+        if name != Path(home).name
+        and tensor in shards[name]
+        and not same_content(shards[name][tensor], shards[Path(home).name][tensor])
+    ]
+    if twice:
+        tensor, name = twice[0]
+        raise WrongInput(
+            f"{key}: {index} says that {tensor} lies in {where[tensor]}, and {name} holds another one of that name "
+            f"({len(twice)} such), which some libraries take; copy index and files from one place"
+        )
+    return {tensor: stored for shard in shards.values() for tensor, stored in shard.items()}
+
+
+def _cached(name: str, file: str) -> Any:
+    try:
+        model, revision = split(name)
+        return try_to_load_from_cache(model, file, revision=revision)
+    except ValueError:  # no name that the hub could have: rollout.data.chat says so
+        return None
+
+
+def check_finite(stored: Mapping[str, Stored], path: str, key: str) -> None:
+    """Reads every tensor once, in pieces: 270 MB in a tenth of a second of one core. Raises WrongInput, which names
+    `key` and the tensors that hold nan or inf."""
+    segments = [segment for one in stored.items() for segment in _segments(*one)]
+    try:
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+            found = [name for name, wrong in threads.map(_looked_at, segments) if wrong]
+    except OSError as error:
+        raise WrongInput(f"{key}: {error.filename or path} cannot be read: {error.strerror}; copy it again") from error
+    if found:
+        raise WrongInput(infinite(sorted(set(found)), path, key))
+
+
+def infinite(names: list[str], path: str, key: str) -> str:
+    """What a user is told of tensors that hold nan or inf."""
+    return (
+        f"{key}: {path} holds numbers that are not finite (nan or inf) in {counted(names)}: {shown(names)}; copy or "
+        "save the weights again"
+    )
+
+
+def counted(names: Collection[str]) -> str:
+    """So many tensors."""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+
+
+def shown(names: list[str]) -> str:
+    """The first of them."""
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def all_finite(bits: npt.NDArray[Any], exponent: int) -> bool:
+    """Whether numbers are neither inf nor nan, by their bits as signed whole numbers. exponent: see EXPONENTS."""
+    if not bits.size:
+        return True
+    unsigned = bits.view(f"u{bits.itemsize}")
+    return bool(bits.max() < exponent) and bool(unsigned.max() < exponent + (1 << (8 * bits.itemsize - 1)))
+
+
+def _segments(name: str, one: Stored) -> Iterator[tuple[str, Stored, int, int]]:
+    if one.dtype in EXPONENTS:
+        for begin in range(0, one.nbytes, SEGMENT):
+            yield name, one, begin, min(begin + SEGMENT, one.nbytes)
+
+
+def _looked_at(segment: tuple[str, Stored, int, int]) -> tuple[str, bool]:
+    """The tensor's name, and whether these bytes of it hold a number that is not finite."""
+    name, one, begin, end = segment
+    width, exponent = EXPONENTS[one.dtype]
+    piece = bytearray(PIECE)
+    with one.file.open("rb", buffering=0) as stream, memoryview(piece) as view:
+        stream.seek(one.begin + begin)
+        for size in (min(PIECE, end - at) for at in range(begin, end, PIECE)):
+            if stream.readinto(view[:size]) != size:
+                raise OSError(0, "it ends too early", str(one.file))
+            if not all_finite(np.frombuffer(piece, f"<i{width}", size // width), exponent):
+                return name, True
+    return name, False
+
+
+def same_content(one: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as here, other.file.open("rb") as there:
+        here.seek(one.begin)
+        there.seek(other.begin)
+        sizes = [min(PIECE, one.nbytes - begin) for begin in range(0, one.nbytes, PIECE)]
+        return all(here.read(size) == there.read(size) for size in sizes)
