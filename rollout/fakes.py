@@ -207,7 +207,7 @@ class FakeEngine:
         return logprobs
 
 
-# A rollout worker without a model: any Engine, no tokenizer, no reward processes. For learner.driver.local.
+# A rollout worker without a model: any Engine, no tokenizer, no reward processes. For benchmarks.system.local_run.
 
 
 class FakeWorker(RolloutService):

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 from torch import Tensor
 
+from benchmarks.system.local_run import FakeTrainer, local_run
 from cluster.actor import Local
 from examples.random_model import VOCAB_SIZE, make_tiny_model
 from learner.config import RunConfig
-from learner.driver.local import FakeTrainer, local_run
 from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.data.problems import Item, load

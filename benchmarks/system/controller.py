@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from benchmarks.common import as_table, conditions, parser_of, save, under
+from benchmarks.system.local_run import FakeTrainer, MadeUpProblems, local_run
 from cluster.actor import Local
 from cluster.files import Digest
 from learner.config import RunConfig
-from learner.driver.local import FakeTrainer, MadeUpProblems, local_run
 from rollout.delivery import Answer, Receipt
 from rollout.fakes import FakeEngine, make_group, make_problem
 from rollout.schema import Problem

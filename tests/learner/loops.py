@@ -8,18 +8,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from cluster.actor import Actor, Local
-from cluster.config import Deadlines
-from learner.config import RunConfig
-from learner.config.arrangement import ARRANGEMENTS
-from learner.driver.evaluate import Evaluation
-from learner.driver.local import (
+from benchmarks.system.local_run import (
     VOCAB,
     FakeTrainer,
     LocalRun,
     MadeUpProblems,
     local_run,
 )
+from cluster.actor import Actor, Local
+from cluster.config import Deadlines
+from learner.config import RunConfig
+from learner.config.arrangement import ARRANGEMENTS
+from learner.driver.evaluate import Evaluation
 from learner.driver.record import RunCheckpoints
 from learner.trainer.service import TrainerService
 from rollout import ledger

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from benchmarks.system.local_run import local_run
 from cluster.actor import Local
 from learner.config.load import load_config
-from learner.driver.local import local_run
 from learner.driver.preflight import place_output, prepare
 from learner.driver.roles import make_trainer, worker_spec
 from rollout.service import RolloutService

@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from benchmarks.system.local_run import VOCAB
 from cluster.actor import Local
 from cluster.buffer import MAX_REFILLS, Batch, Buffer
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver.local import VOCAB
 from learner.driver.loop import Batches
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.types import Completion, Sampling

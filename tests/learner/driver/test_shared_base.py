@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.system.local_run import VOCAB
 from cluster.actor import ActorDied, Local, Method, RemoteError
 from cluster.errors import WrongInput
 from learner.driver.failure import LearnerError, WatchedLearner
-from learner.driver.local import VOCAB
 from rollout.delivery import Answer
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.types import Manifest

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.system.local_run import local_run
 from cluster.actor import Local, Unusable
 from learner.config.arrangement import ARRANGEMENTS
-from learner.driver.local import local_run
 from learner.driver.roles import weights_stay
 from rollout.delivery import Receipt
 from rollout.service import RolloutService

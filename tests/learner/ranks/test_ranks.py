@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from benchmarks.system.local_run import FakeTrainer
 from cluster.actor import ActorDied, Local, RemoteError, Unusable
 from cluster.config import Deadlines
 from learner.driver.failure import LearnerLost, WatchedLearner
-from learner.driver.local import FakeTrainer
 from learner.ranks import ranks as module
 from learner.ranks.ranks import IN_A_ROW, PEER_LOST, Meeting, Ranks, Regroup, Return, all_of
 from learner.trainer.service import TrainerService
