@@ -32,10 +32,6 @@ KINDS = {
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Unreadable(WrongInput):
-    """A file that is not taken; the text names it and says why."""
-
-
 def no_regular_file(path: Path) -> str | None:
     """What is wrong with a path that is to be written: something else than a regular file is there, or a link."""
     try:
@@ -47,26 +43,26 @@ def no_regular_file(path: Path) -> str | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, or a link to one, open for reading. Raises FileNotFoundError, and Unreadable for anything else
+    """A regular file, or a link to one, open for reading. Raises FileNotFoundError, and WrongInput for anything else
     that is in its place, or that may not be read."""
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)  # before it is opened: to open a device may do something
         if kind != stat.S_IFREG:
-            raise Unreadable(f"{path} must be a regular file, and is {KINDS.get(kind, 'none')}")
+            raise WrongInput(f"{path} must be a regular file, and is {KINDS.get(kind, 'none')}")
         # Without waiting: between the two calls somebody may put a FIFO there, and some files of /proc wait, too.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     except OSError as error:
-        raise Unreadable(f"{path} cannot be read ({error.strerror})") from None
+        raise WrongInput(f"{path} cannot be read ({error.strerror})") from None
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Unreadable(f"{path} must be a regular file")
+            raise WrongInput(f"{path} must be a regular file")
         yield file
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:
-    """All of it. Raises FileNotFoundError and Unreadable: it is no regular file, or longer than `most`."""
+    """All of it. Raises FileNotFoundError and WrongInput: it is no regular file, or longer than `most`."""
     parts, left = [], most + 1
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -75,7 +71,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
             parts.append(part)
             left -= len(part)
     if not left:
-        raise Unreadable(f"{path} must have at most {most / MIB:g} MiB, and has more")
+        raise WrongInput(f"{path} must have at most {most / MIB:g} MiB, and has more")
     return b"".join(parts)
 
 
@@ -89,21 +85,21 @@ def _decoded(found: bytes, path: Path) -> str:
         return found.decode()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise Unreadable(f"{path} must be UTF-8 text, got the byte 0x{byte:02x} at {error.start}") from None
+        raise WrongInput(f"{path} must be UTF-8 text, got the byte 0x{byte:02x} at {error.start}") from None
 
 
 def read_given(path: Path, most: int = MOST) -> str:
     """The text of a file that may be a pipe, up to its end: one that whoever started this process has opened for it.
-    Raises OSError, and Unreadable: it is longer than `most`, or no UTF-8."""
+    Raises OSError, and WrongInput: it is longer than `most`, or no UTF-8."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
-        raise Unreadable(f"{path} must have at most {most / MIB:g} MiB, and has more")
+        raise WrongInput(f"{path} must have at most {most / MIB:g} MiB, and has more")
     return _decoded(found, path)
 
 
 def read_json(path: Path, most: int = MOST) -> Any:
-    """The value of a JSON file. Raises as read_text, and Unreadable for what is no JSON, or nested too deep."""
+    """The value of a JSON file. Raises as read_text, and WrongInput for what is no JSON, or nested too deep."""
     return json_value(read_text(path, most), str(path))
 
 
@@ -111,18 +107,18 @@ def read_mapping(path: Path, most: int = MOST) -> dict[str, Any]:
     """The same of a file that holds one JSON object."""
     found = read_json(path, most)
     if not isinstance(found, dict):
-        raise Unreadable(f"{path} must hold a mapping, got {type(found).__name__}")
+        raise WrongInput(f"{path} must hold a mapping, got {type(found).__name__}")
     return found
 
 
 def json_value(text: str | bytes, what: str) -> Any:
-    """The value of a JSON text, in which NaN and Infinity are numbers. Raises Unreadable, which calls it `what`."""
+    """The value of a JSON text, in which NaN and Infinity are numbers. Raises WrongInput, which calls it `what`."""
     try:
         found = json.loads(text)
     except RecursionError:
-        raise Unreadable(f"{what} must be nested at most {MAX_DEPTH} deep") from None
+        raise WrongInput(f"{what} must be nested at most {MAX_DEPTH} deep") from None
     except ValueError as error:  # among them a whole number of thousands of digits
-        raise Unreadable(f"{what} must be JSON: {' '.join(str(error).split())[:200]}") from None
+        raise WrongInput(f"{what} must be JSON: {' '.join(str(error).split())[:200]}") from None
     if (
         text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     ) > MAX_DEPTH:
@@ -134,14 +130,14 @@ def _check_depth(tree: Any, what: str) -> None:
     level, depth = [tree], 0
     while level:
         if (depth := depth + 1) > MAX_DEPTH:
-            raise Unreadable(f"{what} must be nested at most {MAX_DEPTH} deep")
+            raise WrongInput(f"{what} must be nested at most {MAX_DEPTH} deep")
         nested = [one for one in level if isinstance(one, dict | list)]
         level = [item for one in nested for item in (one.values() if isinstance(one, dict) else one)]
 
 
 def lines(path: Path, longest: int = LONGEST) -> Iterator[tuple[int, bytes]]:
     """Where each line begins, and the line without its end; the last one may be cut off. No more than a block and a
-    line are in memory. Raises FileNotFoundError, and Unreadable for no regular file, or a line longer than that."""
+    line are in memory. Raises FileNotFoundError, and WrongInput for no regular file, or a line longer than that."""
     with opened(path) as file:
         rest, begins, number = b"", 0, 1
         while part := _read(file, path, BLOCK):
@@ -152,7 +148,7 @@ def lines(path: Path, longest: int = LONGEST) -> Iterator[tuple[int, bytes]]:
                 begins += len(line) + 1
             number += len(found)
             if len(rest) > longest:
-                raise Unreadable(f"{path}: line {number} must have at most {longest / MIB:g} MiB, and has more")
+                raise WrongInput(f"{path}: line {number} must have at most {longest / MIB:g} MiB, and has more")
         if rest:
             yield begins, rest
 
@@ -161,9 +157,9 @@ def _read(file: BinaryIO, path: Path, count: int) -> bytes:
     try:
         found = file.read(count)
     except OSError as error:
-        raise Unreadable(f"{path} cannot be read ({error.strerror})") from None
+        raise WrongInput(f"{path} cannot be read ({error.strerror})") from None
     if found is None:
-        raise Unreadable(f"{path} must be a regular file, and is one that waits")
+        raise WrongInput(f"{path} must be a regular file, and is one that waits")
     return found
 
 
@@ -182,14 +178,6 @@ MAX_VALUES = 100_000  # an alias counts as often as it is used: a few lines may 
 MAX_INT = 2**63
 
 
-class ConfigError(WrongInput):
-    """The configuration is wrong; the text has one line per mistake."""
-
-
-class NotYaml(ConfigError):
-    """A text that YAML does not take."""
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses a repeated key, which PyYAML lets pass: the second block would silently replace the first."""
 
@@ -197,12 +185,12 @@ class _Loader(yaml.SafeLoader):
         keys = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
         twice = sorted(key for key, count in keys.items() if count > 1)
         if twice:
-            raise ConfigError(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
+            raise WrongInput(f"{', '.join(twice)}: given twice in one block (line {node.start_mark.line + 1})")
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
-            raise ConfigError(f"a number must have at most {LONGEST_NUMBER} letters (line {node.start_mark.line + 1})")
+            raise WrongInput(f"a number must have at most {LONGEST_NUMBER} letters (line {node.start_mark.line + 1})")
         found: str = super().construct_scalar(node)
         return found
 
@@ -223,36 +211,38 @@ def dump(tree: Any) -> str:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """One YAML mapping; an empty file is an empty mapping. It may be a pipe that this process was started with, such as
-    /dev/stdin or what a shell makes of <(...). Raises ConfigError."""
+    /dev/stdin or what a shell makes of <(...). Raises WrongInput."""
     try:
-        return mapping_of(read_given(path, YAML_BYTES) if GIVEN.fullmatch(str(path)) else read_text(path, YAML_BYTES))
-    except Unreadable as error:
-        raise ConfigError(f"--config: {error}; give a YAML file, such as those in configs/") from None
-    except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        text = read_given(path, YAML_BYTES) if GIVEN.fullmatch(str(path)) else read_text(path, YAML_BYTES)
+    except WrongInput as error:
+        raise WrongInput(f"--config: {error}; give a YAML file, such as those in configs/") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         said = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--config {path}: {said}; the ready-made ones are in configs/") from None
+        raise WrongInput(f"--config {path}: {said}; the ready-made ones are in configs/") from None
+    try:
+        return mapping_of(text)
+    except WrongInput as error:
+        raise WrongInput(f"--config {path}: {error}") from None
 
 
 def mapping_of(text: str) -> dict[str, Any]:
-    """The mapping that a YAML text holds; an empty text is an empty mapping. Raises ConfigError."""
-    tree = _parse(text)
+    """The mapping that a YAML text holds; an empty text is an empty mapping. Raises WrongInput."""
+    tree, refused = _parse(text)
+    if refused is not None:
+        raise WrongInput(refused)
     check_plain(tree)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"must be a mapping of keys, got {type(tree).__name__}")
+        raise WrongInput(f"must be a mapping of keys, got {type(tree).__name__}")
     return tree
 
 
 def parse_value(text: str) -> Any:
     """The value of an override: numbers, true/false, null, [lists], {maps} and 'quoted text' as in YAML, and all else
-    as it stands (to YAML, `Solve: {question}` is a mapping, and what follows a # is nothing). Raises ConfigError."""
-    try:
-        value = _parse(text)
-    except NotYaml:
-        value = text
+    as it stands (to YAML, `Solve: {question}` is a mapping, and what follows a # is nothing). Raises WrongInput."""
+    value, refused = _parse(text)
+    value = value if refused is None else text
     marked = text.lstrip().startswith(("[", "{", "'", '"'))
     plain = value is None or isinstance(value, int | float)
     value = value if marked or (plain and "#" not in text) else text
@@ -260,37 +250,38 @@ def parse_value(text: str) -> Any:
     return value
 
 
-def _parse(text: str) -> Any:
-    """The values of a YAML text; NotYaml where it is none, ConfigError where it repeats a key or is nested too deep."""
+def _parse(text: str) -> tuple[Any, str | None]:
+    """The values of a YAML text, and why YAML does not take it. Raises WrongInput where it repeats a key or is nested
+    too deep."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except ConfigError:
+        return yaml.load(text, Loader=_Loader), None
+    except WrongInput:
         raise
     except RecursionError:
-        raise ConfigError(_too_deep()) from None
+        raise WrongInput(_too_deep()) from None
     except Exception as error:  # besides YAMLError whatever PyYAML meets in a value that its tag does not promise
-        raise NotYaml(f"not YAML: {' '.join(str(error).split())[:300]}") from None
+        return None, f"not YAML: {' '.join(str(error).split())[:300]}"
 
 
 def check_plain(tree: Any) -> None:
-    """Raises ConfigError where a tree is too deep (or holds itself) or too large, or has a value that no file holds."""
+    """Raises WrongInput where a tree is too deep (or holds itself) or too large, or has a value that no file holds."""
     left = MAX_VALUES
     waiting: list[tuple[Any, tuple[Any, ...]]] = [(tree, ())]
     while waiting:
         value, where = waiting.pop()
         left -= 1
         if left < 0:
-            raise ConfigError(f"must hold at most {MAX_VALUES} values, aliases counted as often as they are used")
+            raise WrongInput(f"must hold at most {MAX_VALUES} values, aliases counted as often as they are used")
         if len(where) > YAML_DEPTH:
-            raise ConfigError(_too_deep())
+            raise WrongInput(_too_deep())
         if isinstance(value, dict):
             waiting += [(item, (*where, key)) for key, inner in value.items() for item in (key, inner)]
         elif isinstance(value, list | tuple | set):
             waiting += [(item, (*where, place)) for place, item in enumerate(value)]
         elif isinstance(value, bytes):  # which JSON has no form for
-            raise ConfigError(f"{_dotted(where)}must not be bytes (!!binary), got {value[:40]!r}; write it as text")
+            raise WrongInput(f"{_dotted(where)}must not be bytes (!!binary), got {value[:40]!r}; write it as text")
         elif isinstance(value, int) and abs(value) > MAX_INT:
-            raise ConfigError("a whole number must lie within 64 bits; write it as text in quotes")
+            raise WrongInput("a whole number must lie within 64 bits; write it as text in quotes")
         elif isinstance(value, str):
             _check_text(value)
 
@@ -301,11 +292,11 @@ def _dotted(where: tuple[Any, ...]) -> str:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise ConfigError(f"text must not hold a null character, got {text[:40]!r}; remove it")
+        raise WrongInput(f"text must not hold a null character, got {text[:40]!r}; remove it")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"text must be UTF-8, got {text[:40]!r}; write it in UTF-8") from None
+        raise WrongInput(f"text must be UTF-8, got {text[:40]!r}; write it in UTF-8") from None
 
 
 def _too_deep() -> str:

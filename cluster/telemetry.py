@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.reading import LONGEST, Unreadable, json_value, lines, opened
+from cluster.reading import LONGEST, json_value, lines, opened
 from cluster.trackers import TRACKERS, Background, Sample, tracked
 
 # metrics.jsonl as it lies on the disk: which steps it has and where, known without reading what each line says.
@@ -40,7 +41,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises FileNotFoundError, and Unreadable where it is no file of metrics."""
+        """Raises FileNotFoundError, and WrongInput where it is no file of metrics."""
         self._path = path
         self.steps: list[int] = []
         self.total = self.bad = self.first_bad = 0
@@ -67,7 +68,7 @@ class MetricsFile:
         self.bad += 1
         self.first_bad = self.first_bad or self.total
         if self.bad > MOST_BAD:
-            raise Unreadable(f"{self._path} must hold a line of JSON for each step, and {MOST_BAD:,} lines are none")
+            raise WrongInput(f"{self._path} must hold a line of JSON for each step, and {MOST_BAD:,} lines are none")
 
     def __contains__(self, step: object) -> bool:
         return step in self._lines
@@ -107,7 +108,7 @@ def _beginning(line: bytes) -> tuple[int, float] | None:
         return int(found[1]), float(found[2])
     try:
         row = json_value(line, "line")
-    except Unreadable:
+    except WrongInput:
         return None
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < MOST_STEP:
@@ -125,7 +126,7 @@ def _seconds(line: bytes) -> float:
 def _row(line: bytes, step: int) -> dict[str, Any]:
     try:
         row = json_value(line, "line")
-    except Unreadable:
+    except WrongInput:
         return {}
     return row if isinstance(row, dict) and row.get("step") == step else {}
 

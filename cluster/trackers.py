@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.ray_cluster import RayMetrics, metrics_address
-from cluster.reading import Unreadable, read_mapping, read_text, read_yaml
+from cluster.reading import read_mapping, read_text, read_yaml
 
 # The configuration of a run as one level: what trackers, reports and cards show of it.
 
@@ -64,13 +65,13 @@ def tracked(folder: Path, finished: int) -> TrackedRun:
 
 
 def known_id(folder: Path) -> str:
-    """The id that lies in a run's folder, or ''. Raises Unreadable."""
+    """The id that lies in a run's folder, or ''. Raises WrongInput."""
     try:
         kept = read_text(folder / ID, LONGEST).strip()
     except FileNotFoundError:
         return ""
     if not re.fullmatch(r"[\w.-]*", kept):
-        raise Unreadable(f"{folder / ID} must hold the run's id, of letters, digits, dots and dashes; take it away")
+        raise WrongInput(f"{folder / ID} must hold the run's id, of letters, digits, dots and dashes; take it away")
     return kept
 
 

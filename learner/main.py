@@ -222,7 +222,8 @@ def run(asked: RunRequest) -> int:
 
 def _run(asked: RunRequest) -> int:
     """Raises KeyboardInterrupt if it is asked to end before it has begun."""
-    from learner.config import load  # here and below: once it is known that our packages are ours
+    from cluster.errors import WrongInput  # here and below: once it is known that our packages are ours
+    from learner.config import load
     from learner.driver import failure
 
     if asked.keys:
@@ -233,7 +234,7 @@ def _run(asked: RunRequest) -> int:
         return 2
     try:
         config = load.load_config(asked.config, asked.overrides or ())
-    except load.ConfigError as error:
+    except WrongInput as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         if isinstance(error, load.WrongSettings):
             _tell_more(error)
@@ -256,8 +257,6 @@ def _run(asked: RunRequest) -> int:
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
     except (Exception, BaseExceptionGroup) as several:
-        from cluster.errors import WrongInput
-
         cause = failure.first_of(several)
         if isinstance(cause, WrongInput):  # some of them only a cluster that was joined can tell
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)

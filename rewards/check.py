@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.reading import Unreadable, read_bytes
+from cluster.errors import WrongInput
+from cluster.reading import read_bytes
 from rewards import limits
 from rewards.base import JUDGE, RewardError, prompt_text, text_of
 from rewards.call import Group, Verdict
@@ -60,7 +61,7 @@ def _texts(use: str) -> Iterator[bytes]:
                 yield read_bytes(one, MOST)
             except (
                 OSError,
-                Unreadable,
+                WrongInput,
             ):  # what cannot be read is said as it is loaded; a larger file is not looked through
                 continue
 

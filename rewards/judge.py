@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from cluster.actor import within
 from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.reading import Unreadable, json_value, lines
+from cluster.reading import json_value, lines
 from rewards.base import RewardError, column_of, text_of
 from rewards.call import Group, Status, Verdict, failed
 from rewards.config import RewardConfig, resolved, scrubbed
@@ -243,7 +243,7 @@ def _read(file: Path) -> dict[str, str]:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = json_value(line, "line")
                 found[str(row["key"])] = str(row["said"])
-    except (OSError, Unreadable) as error:
+    except (OSError, WrongInput) as error:
         log.warning("answers of judges in %s are asked for again: %s", file, error)
     return found
 

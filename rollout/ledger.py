@@ -13,8 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.errors import WrongInput
 from cluster.files import fsync, writing
-from cluster.reading import Unreadable, opened
+from cluster.reading import opened
 from rollout.schema import SCHEMA, check, check_rows
 
 MOST = 2**32  # bytes of a step's rows in memory
@@ -66,13 +67,13 @@ def read_table(path: Path) -> pa.Table:
 
 
 def _check_size(path: Path, file: pq.ParquetFile) -> None:
-    """Raises Unreadable for a file whose columns would take more memory than MOST. A few bytes of Parquet may stand for
+    """Raises WrongInput for a file whose columns would take more memory than MOST. A few bytes of Parquet may stand for
     billions of values, or for a long text once for each of many rows."""
     told = file.metadata
     columns = range(told.num_columns)
     chunks = [told.row_group(i).column(j) for i in range(told.num_row_groups) for j in columns]
     if 8 * sum(one.num_values for one in chunks) > MOST:
-        raise Unreadable(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
+        raise WrongInput(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
     # No text is longer than its chunk, whose size is that of what is not repeated.
     if sum(one.num_values * one.total_uncompressed_size for one in chunks if one.physical_type == TEXT) <= MOST:
         return
@@ -81,7 +82,7 @@ def _check_size(path: Path, file: pq.ParquetFile) -> None:
     for batch in file.iter_batches(batch_size=64, columns=texts):
         taken += batch.nbytes
         if taken > MOST:
-            raise Unreadable(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
+            raise WrongInput(f"{path} must take at most {MOST // 2**20:,} MiB in memory, and takes more")
 
 
 def steps(folder: Path) -> list[Path]:

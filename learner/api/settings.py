@@ -13,8 +13,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.reading import ConfigError, check_plain, read_yaml
+from cluster.reading import check_plain, read_yaml
 from learner.api.process import InputError
 from learner.config import RunConfig, load
 from learner.config.load import place_of
@@ -223,7 +224,7 @@ def tree_of(
             load.assign(tree, key, inputs.rows(dataset, argument, "train" if key == "data.path" else "eval"))
         _assign(tree, dict(sorted(dotted.items(), key=lambda pair: pair[0].count("."))), inputs)
         check_plain(tree)
-    except ConfigError as error:
+    except WrongInput as error:
         raise InputError(str(error)) from None
     return tree
 
@@ -254,7 +255,7 @@ def checked(tree: Mapping[str, Any]) -> RunConfig:
     """The settings of the run. Raises InputError with the sentences of the command line."""
     try:
         return load.validated(tree)
-    except ConfigError as error:
+    except WrongInput as error:
         raise InputError(str(error)) from None
 
 

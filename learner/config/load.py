@@ -15,12 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 
 from cluster.config import Deadlines
-from cluster.reading import (
-    ConfigError,
-    dump,
-    parse_value,
-    read_yaml,
-)
+from cluster.errors import WrongInput
+from cluster.reading import dump, parse_value, read_yaml
 from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of, masked
@@ -69,7 +65,7 @@ def of_others(name: str) -> str | None:
 
 
 __all__ = [
-    "ConfigError", "Key", "assign", "describe", "keys", "load_config", "parse_value", "sentences", "to_yaml",
+    "Key", "assign", "describe", "keys", "load_config", "parse_value", "sentences", "to_yaml",
     "validated",
 ]  # fmt: skip
 
@@ -164,7 +160,7 @@ def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
         try:
             now = moved.value(inner.pop(key))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{moved.key}: {error}") from None
+            raise WrongInput(f"{moved.key}: {error}") from None
         if not inner:
             _at(found, ".".join(above[:-1])).pop(above[-1])
         if now is not None and not moved.settled:
@@ -184,9 +180,9 @@ def _at(tree: Any, key: str) -> Any:
 
 def recorded(given: object) -> RunConfig:
     """The configuration that a run folder or checkpoint has recorded, also one of before keys were renamed. Raises
-    ConfigError."""
+    WrongInput."""
     if not isinstance(given, dict):
-        raise ConfigError(f"config: must be a mapping, got {type(given).__name__}")
+        raise WrongInput(f"config: must be a mapping, got {type(given).__name__}")
     return validated(since_moved(given))
 
 
@@ -208,21 +204,21 @@ def load_config(path: str | None, overrides: Sequence[str], *, of_a_run: bool = 
     """The validated configuration of a file (or none) with `a.b=value` overrides on top.
 
     of_a_run: the file is what a run has recorded, whose keys may be those of an earlier version.
-    Raises ConfigError. List items are reached by index: rewards.0.weight=2.
+    Raises WrongInput. List items are reached by index: rewards.0.weight=2.
     """
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
-        raise ConfigError(_no_setting(max(other, key=lambda word: word.startswith("-"))))
+        raise WrongInput(_no_setting(max(other, key=lambda word: word.startswith("-"))))
     tree = read_yaml(Path(path)) if path is not None else {}
     tree = since_moved(tree) if of_a_run else tree
     texts = _texts()
     for override in overrides:
         key, _, text = override.removeprefix("--").partition("=")
         if not key:
-            raise ConfigError(_no_setting(override))
+            raise WrongInput(_no_setting(override))
         try:
             value = text if _is_text(text) and INDEX.sub(".<i>", key) in texts else parse_value(text)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
+        except WrongInput as error:
+            raise WrongInput(f"{key}: {error}") from None
         assign(tree, key, value)
     return validated(tree)
 
@@ -256,14 +252,14 @@ def _is_text(text: str) -> bool:
 
 
 def validated(tree: Mapping[str, Any]) -> RunConfig:
-    """The configuration of plain values, as YAML gives them. Raises ConfigError."""
+    """The configuration of plain values, as YAML gives them. Raises WrongInput."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise WrongSettings("\n".join(sentences(error)), tree) from None
 
 
-class WrongSettings(ConfigError):
+class WrongSettings(WrongInput):
     """Settings that may not be as they are. tree: all that were given."""
 
     def __init__(self, text: str, tree: Mapping[str, Any]) -> None:
@@ -303,7 +299,7 @@ def _leave_out(tree: Any, place: Sequence[int | str]) -> None:
 
 
 def assign(tree: Any, whole: str, value: Any) -> None:
-    """Sets a dotted key in a tree of mappings and lists; makes mappings that are not there. Raises ConfigError."""
+    """Sets a dotted key in a tree of mappings and lists; makes mappings that are not there. Raises WrongInput."""
     keys = whole.split(".")
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, list):
@@ -316,7 +312,7 @@ def assign(tree: Any, whole: str, value: Any) -> None:
                 tree[key] = {}
             tree = tree[key]
         if not isinstance(tree, dict | list):
-            raise ConfigError(f"{whole}: {'.'.join(keys[: depth + 1])} is a {type(tree).__name__}, it has no keys")
+            raise WrongInput(f"{whole}: {'.'.join(keys[: depth + 1])} is a {type(tree).__name__}, it has no keys")
     if isinstance(tree, list):
         tree[_index(tree, keys[-1], whole)] = value
     else:
@@ -325,7 +321,7 @@ def assign(tree: Any, whole: str, value: Any) -> None:
 
 def _index(items: list[Any], key: str, whole: str) -> int:
     if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):
-        raise ConfigError(f"{whole}: {key!r} must be an index below {len(items)} into a list")
+        raise WrongInput(f"{whole}: {key!r} must be an index below {len(items)} into a list")
     return int(key)
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from cluster.errors import WrongInput
 from cluster.files import Digest, digest_of, digests_in, fsync, writing
-from cluster.reading import Unreadable, read_mapping
+from cluster.reading import read_mapping
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from rollout.data.model_files import WEIGHTS_FILE
 
@@ -241,7 +241,7 @@ def read_state(folder: Path) -> State:
     file = folder / STATE
     try:
         return State.model_validate(read_mapping(file))
-    except (Unreadable, FileNotFoundError, ValidationError) as error:
+    except (WrongInput, FileNotFoundError, ValidationError) as error:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             said = f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -15,8 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.reading import BLOCK, MIB, Unreadable, json_value, read_bytes
+from cluster.reading import BLOCK, MIB, json_value, read_bytes
 from cluster.telemetry import Timeline, number, seconds, union
 from learner.driver.checkpoint import learned_in
 from learner.driver.evaluate import Evaluation
@@ -155,7 +156,7 @@ class Phases:
 
 def read_phases(run_dir: Path) -> list[dict[str, float]]:
     """The lines of a run's folder, oldest first. Without the file, none; one that is being written is left out. Raises
-    Unreadable."""
+    WrongInput."""
     try:
         text = read_bytes(run_dir / PHASES_FILE, MOST)
     except FileNotFoundError:
@@ -166,7 +167,7 @@ def read_phases(run_dir: Path) -> list[dict[str, float]]:
 def _line(text: bytes) -> dict[str, float] | None:
     try:
         found = json_value(text, "line")
-    except Unreadable:
+    except WrongInput:
         return None
     if not isinstance(found, dict) or not {"at", "wall"} <= found.keys():
         return None

@@ -19,7 +19,7 @@ from typing import Any
 
 from cluster.errors import WrongInput
 from cluster.files import digest_of
-from cluster.reading import ConfigError, Unreadable, printable, read_json, read_mapping
+from cluster.reading import printable, read_json, read_mapping
 from learner.config import RunConfig
 from learner.config.load import recorded
 from learner.driver.checkpoint import ADAPTER, learned_in
@@ -55,11 +55,11 @@ class Fingerprints:
 
     @classmethod
     def read(cls, file: Path) -> "Fingerprints":
-        """What `to_json` gave, out of a file. Raises FileNotFoundError and Unreadable."""
+        """What `to_json` gave, out of a file. Raises FileNotFoundError and WrongInput."""
         found = read_mapping(file)
         parts = {one.name for one in fields(cls)}
         if not {"data", "rewards", "base"} <= found.keys() <= parts or not all(map(_is_part, found.values())):
-            raise Unreadable(f"{file} must hold the digests of {', '.join(sorted(parts))}")
+            raise WrongInput(f"{file} must hold the digests of {', '.join(sorted(parts))}")
         return cls(**found | {part: _since_the_move(found[part]) for part in ("rewards", "env") if part in found})
 
 
@@ -324,15 +324,17 @@ def _from(run_dir: Path) -> str:
 def config_of(folder: Path) -> RunConfig:
     """The settings that a checkpoint was made with. Raises WrongInput."""
     try:
-        return recorded(read_json(folder / "config.json"))
-    except ConfigError as error:
+        found = read_json(folder / "config.json")
+    except (WrongInput, FileNotFoundError) as error:
+        raise WrongInput(_unreadable(error)) from None
+    try:
+        return recorded(found)
+    except WrongInput as error:
         first = str(error).splitlines()[0]
         raise WrongInput(
             f"resume: {folder} was made by another version of gleaner, whose configuration this one refuses "
             f"({first}); give this run another name="
         ) from None
-    except (Unreadable, FileNotFoundError) as error:
-        raise WrongInput(_unreadable(error)) from None
 
 
 def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
@@ -342,7 +344,7 @@ def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
         return then, Fingerprints.read(folder / FILE)
     except FileNotFoundError:
         return then, None
-    except Unreadable as error:
+    except WrongInput as error:
         raise WrongInput(_unreadable(error)) from None
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from cluster import confinement, own_path
 from cluster.child import Program, nameless, tied, written
 from cluster.errors import WrongInput
-from cluster.reading import Unreadable
 from learner.config import RunConfig
 from learner.config.settings import LoraConfig
 from learner.driver.evaluate import accuracy_reward
@@ -506,18 +505,10 @@ def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple
             f"{key}: {folder} was trained on {base_name(base)} (base_model_name_or_path of its adapter_config.json), "
             f"and model.path is {model}: if that is another base, it makes another policy of it"
         )
-    own = _template_in(Path(folder).expanduser(), key)
-    if own is not None and chat.has_template and own != str(chat.tokenizer.chat_template or "").strip():
+    own = template_in(Path(folder).expanduser(), key, "copy it again, or take it away")
+    if own is not None and chat.has_template and own.strip() != str(chat.tokenizer.chat_template or "").strip():
         notes.append(
             f"{key}: {folder} has a chat template of its own, which is not that of {model}, and prompts are written "
             "with the latter; put its chat_template.jinja into the model's folder if the adapter was trained with it"
         )
     return tuple(notes)
-
-
-def _template_in(folder: Path, key: str) -> str | None:
-    try:
-        found = template_in(folder)
-    except Unreadable as error:
-        raise WrongInput(f"{key}: {error}; copy it again, or take it away") from None
-    return None if found is None else found.strip()

@@ -18,7 +18,7 @@ from cluster.memory.learner import undo_bytes
 from cluster.memory.plan import gib
 from cluster.memory.shape import DTYPE_BYTES, Shape
 from cluster.ray_cluster import in_job
-from cluster.reading import Unreadable, no_regular_file
+from cluster.reading import no_regular_file
 from cluster.trackers import ID, known_id
 from learner.config import RunConfig, roles
 from learner.config.load import absolute, to_yaml
@@ -290,7 +290,7 @@ def _check_files(run_dir: Path) -> None:
             )
     try:
         known_id(run_dir)
-    except Unreadable as error:
+    except WrongInput as error:
         raise WrongInput(f"output_dir: {error}") from None
 
 

@@ -230,7 +230,7 @@ class StepRecord:
 
 def read_policies(run_dir: Path) -> list[PolicyLine]:
     """Of a run's folder, oldest first; none where a version of gleaner wrote it that kept none. A line that a kill cut
-    short is left out. Raises Unreadable."""
+    short is left out. Raises WrongInput."""
     try:
         return [line for _, text in lines(run_dir / POLICIES, LONGEST) if (line := _read(text)) is not None]
     except FileNotFoundError:

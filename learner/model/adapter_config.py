@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cluster.errors import WrongInput
-from cluster.reading import Unreadable, read_mapping
+from cluster.reading import read_mapping
 from learner.config.load import why_not
 from learner.config.settings import LoraConfig
 from rollout.data.model_files import WEIGHTS_FILE, header, split
@@ -103,7 +103,7 @@ def read_content(folder: str, key: str) -> dict[str, Any]:
         raise WrongInput(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder:.200}; give one in PEFT's form")
     try:
         return read_mapping(file)
-    except (OSError, Unreadable) as error:
+    except (OSError, WrongInput) as error:
         raise WrongInput(f"{key}: {error}; save the adapter again") from None
 
 

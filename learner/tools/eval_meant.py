@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+from cluster.errors import WrongInput
 from cluster.reading import read_yaml
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
@@ -24,19 +25,19 @@ def of_other_data() -> list[str]:
 
 
 def meant(asked: EvalRequest) -> tuple[RunConfig, str | None]:
-    """The configuration, and the adapter on its model. Raises ConfigError, also for what only the end would need."""
+    """The configuration, and the adapter on its model. Raises WrongInput, also for what only the end would need."""
     found = _configured(asked)
     _check_save(asked.save)
     if not math.isfinite(asked.threshold):
-        raise load.ConfigError(f"--threshold: must be a number, got {asked.threshold}")
+        raise WrongInput(f"--threshold: must be a number, got {asked.threshold}")
     return found
 
 
 def _configured(asked: EvalRequest) -> tuple[RunConfig, str | None]:
     if asked.run_folder is not None and asked.config is not None:
-        raise load.ConfigError("--run: does not go with --config, which it has in its folder; give one of them")
+        raise WrongInput("--run: does not go with --config, which it has in its folder; give one of them")
     if asked.split is not None and asked.data is None:
-        raise load.ConfigError(
+        raise WrongInput(
             "--split: is of --data; name the source with --data as well, or for other held-out problems of a "
             f"configuration give data.eval.split={asked.split}"
         )
@@ -44,7 +45,7 @@ def _configured(asked: EvalRequest) -> tuple[RunConfig, str | None]:
     if folder is not None:
         file = str(folder / "config.yaml")
         if not Path(file).exists():
-            raise load.ConfigError(f"--run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
+            raise WrongInput(f"--run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
         learned = learned_in(folder)
         if asked.model is None and learned == folder / MODEL:
             changed[:0] = [f"model.path={learned}", NO_REVISION]
@@ -68,14 +69,14 @@ def _check_named(asked: EvalRequest) -> None:
     wanted = {"--model": ("model", asked.model), "--data": ("data", asked.data), "--reward": ("rewards", asked.reward)}
     keys = {override.removeprefix("--").replace("=", ".").partition(".")[0] for override in asked.overrides or []}
     if missing := [name for name, (key, value) in wanted.items() if not value and key not in keys]:
-        raise load.ConfigError(
+        raise WrongInput(
             f"{', '.join(missing)}: required where no configuration names it; give one with --config FILE or --run DIR"
         )
 
 
 def _adapter(learned: Path | None, folder: Path) -> str:
     if learned is None:
-        raise load.ConfigError(
+        raise WrongInput(
             f"--run: {folder} has neither {ADAPTER}/ nor {MODEL}/, so it has no checkpoint yet; for its base give "
             f"--config {folder / 'config.yaml'}"
         )
@@ -101,6 +102,6 @@ def _check_save(file: Path | None) -> None:
         return
     folder = file.absolute().parent
     if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise load.ConfigError(f"--save: must be a file in a folder that is there and writable, got {file}")
+        raise WrongInput(f"--save: must be a file in a folder that is there and writable, got {file}")
     if file.suffix != ".parquet":
-        raise load.ConfigError(f"--save: writes Parquet, got {file}; give a name that ends in .parquet")
+        raise WrongInput(f"--save: writes Parquet, got {file}; give a name that ends in .parquet")

@@ -18,9 +18,8 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from cluster.errors import WrongInput
-from cluster.reading import Unreadable
 from learner.config import RunConfig
-from learner.config.load import ConfigError, absolute, load_config, parse_value, sentences
+from learner.config.load import absolute, load_config, parse_value, sentences
 from learner.driver.console import escaped
 from learner.driver.input_checks import prefilled_notes, requests_notes
 from learner.tools import evaluation
@@ -36,7 +35,7 @@ from rewards.pool import RewardPool, Scores
 from rollout import ledger
 from rollout.config import DataConfig, parse_size
 from rollout.data import model_files, sources
-from rollout.data.model_files import ChatError, template_in
+from rollout.data.model_files import template_in
 from rollout.data.prompts import messages_of
 from rollout.data.sources import Row
 from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole
@@ -142,7 +141,7 @@ class Texts:
             from tokenizers import Tokenizer
 
             self._tokenizer, self.note = Tokenizer.from_file(str(file)), ""
-            template = "" if as_it_stands else _template(folder)
+            template = "" if as_it_stands else template_in(folder) or ""
             self._plain = not template
             if TAG.search(template):
                 from rollout.data.chat import Chat  # here: transformers loads with it
@@ -170,13 +169,6 @@ class Texts:
 
 def _plain(case: Case) -> str:
     return "\n\n".join(message["content"] for message in case.messages)
-
-
-def _template(folder: Path) -> str:
-    try:
-        return template_in(folder) or ""
-    except Unreadable as error:
-        raise ChatError(f"model.path: {error}; copy it again") from None
 
 
 async def score(
@@ -337,8 +329,6 @@ def rescore(
         scores = asyncio.run(_score(config, groups, memory_bytes))
     except ValidationError as error:
         raise WrongInput("; ".join(sentences(error, RewardConfig))) from None
-    except (RewardError, ConfigError) as error:
-        raise WrongInput(str(error)) from None
     told = [*tried.notes, *prefilled_notes([config], group_of(groups[0]).prefilled)]
     return "\n".join([_report(use, files, groups, scores), *told])
 
@@ -366,7 +356,7 @@ def argument(text: str) -> tuple[str, Any]:
         raise WrongInput(f"--arg: must be written KEY=VALUE, got {text!r}")
     try:
         return key, parse_value(value)
-    except ConfigError as error:
+    except WrongInput as error:
         raise WrongInput(f"--arg: {error}") from None
 
 
@@ -487,7 +477,7 @@ def _tried(asked: RewardsTryRequest) -> bool:
 
 
 def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
-    """reward: the one that is named before the options. Raises ConfigError, WrongInput."""
+    """reward: the one that is named before the options. Raises WrongInput, WrongInput."""
     given = {"data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt}
     changed = {key: value for key, value in given.items() if value is not None}
     if asked.config is None:

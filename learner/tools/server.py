@@ -93,7 +93,7 @@ CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does n
 
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
-    """Becomes the server, so that signals reach it. Raises ConfigError, also for an address that cannot be had, and
+    """Becomes the server, so that signals reach it. Raises WrongInput, also for an address that cannot be had, and
     what is wrong with weights (WrongInput, ChatError)."""
     _check_free(host, port)
     _check_weights(run_dir)
@@ -128,7 +128,7 @@ def _check_free(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
             trial.bind((address[0], port))
     except (OSError, OverflowError, UnicodeError) as error:
-        raise load.ConfigError(
+        raise WrongInput(
             f"--host, --port: must be an address of this machine and a port that is free, got {host}:{port} ({error}); "
             "give another --port, or --host 127.0.0.1"
         ) from None
@@ -158,7 +158,7 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
     """What was learned has the run folder's name; `more` is for vLLM itself. Requests that do not say otherwise are
     sampled as the training was; its file is written into the run folder, where that can be.
 
-    Raises ConfigError if the folder is not one of a run that has saved something.
+    Raises WrongInput if the folder is not one of a run that has saved something.
     """
     config, learned = _run_in(run_dir)
     # The module, since vLLM's build for CPUs has no command `vllm serve`.
@@ -174,18 +174,16 @@ def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Serve
 
 
 def _run_in(run_dir: Path) -> tuple[RunConfig, Path]:
-    """Its configuration, and the folder of what it has learned. Raises ConfigError."""
+    """Its configuration, and the folder of what it has learned. Raises WrongInput."""
     file = run_dir / "config.yaml"
     if not file.exists():
         whole = (run_dir / "config.json").exists()
         next_step = f"a model is served by: vllm serve {run_dir}" if whole else "check the path"
-        raise load.ConfigError(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; {next_step}")
+        raise WrongInput(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; {next_step}")
     config = load.load_config(str(file), [], of_a_run=True)
     learned = learned_in(run_dir.resolve())
     if learned is None:
-        raise load.ConfigError(
-            f"RUN: {run_dir} has neither {ADAPTER}/ nor {MODEL}/ before its first checkpoint; wait for it"
-        )
+        raise WrongInput(f"RUN: {run_dir} has neither {ADAPTER}/ nor {MODEL}/ before its first checkpoint; wait for it")
     return config, learned
 
 
@@ -231,7 +229,7 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     if learned.name == MODEL:
         return ["--model", str(learned), "--served-model-name", name]
     if _on_cpu() and _with_experts(config.model.source):
-        raise load.ConfigError(
+        raise WrongInput(
             f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
             f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
         )

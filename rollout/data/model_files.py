@@ -21,7 +21,7 @@ import numpy.typing as npt
 from huggingface_hub import try_to_load_from_cache
 
 from cluster.errors import WrongInput
-from cluster.reading import MIB, Unreadable, opened, read_mapping, read_text
+from cluster.reading import MIB, opened, read_mapping, read_text
 from rollout.data.files import is_file_name, is_pattern
 
 # One quick connection tells whether the hub can be reached; its client would try for half a minute at each file.
@@ -215,15 +215,17 @@ def read_json(path: str, name: str) -> dict[str, Any]:
         return {}
     try:
         return read_mapping(file)
-    except (OSError, Unreadable) as error:
+    except (OSError, WrongInput) as error:
         raise ChatError(f"model.path: {error}; copy it again") from error
 
 
-def template_in(folder: Path) -> str | None:
+def template_in(folder: Path, key: str = "model.path", then: str = "copy it again") -> str | None:
     """The chat template in a folder of a model or an adapter, of several the one named "default"; None where there is
-    none. Raises Unreadable, ChatError."""
+    none. Raises WrongInput, which names `key` and says what to do `then`."""
     try:
         return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE)
+    except WrongInput as error:
+        raise WrongInput(f"{key}: {error}; {then}") from error
     except FileNotFoundError:
         found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
@@ -234,10 +236,7 @@ def template_in(folder: Path) -> str | None:
 def has_template(path: str) -> bool:
     """Whether the model at `path`, a folder, a hub name or name@revision, has a chat template. Raises ChatError."""
     if _is_folder(path):
-        try:
-            return template_in(Path(path)) is not None
-        except Unreadable as error:
-            raise ChatError(f"model.path: {error}; copy it again") from error
+        return template_in(Path(path)) is not None
     found = hub_file(path, "chat_template.jinja") or read_json(path, "tokenizer_config.json").get("chat_template")
     return bool(found)
 
@@ -350,20 +349,21 @@ def header(file: Path, key: str) -> dict[str, Stored]:
             size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = int.from_bytes(first, "little")
-            if first == b"version ":  # how a pointer of git-lfs begins
-                raise WrongInput(f"{key}: {file} is a pointer of git-lfs, not the weights; run: git lfs pull")
-            if len(first) < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
-                raise WrongInput(f"{key}: {file} is no safetensors file ({size} bytes); copy or save it again")
-            entries = json.loads(stream.read(length))
+            fits = len(first) == 8 and 2 <= length <= min(LARGEST_HEADER, size - 8)
+            text = stream.read(length) if fits else b""
+    except OSError as error:
+        raise WrongInput(f"{key}: {file} cannot be read: {error.strerror}; copy it again") from error
+    except WrongInput as error:
+        raise WrongInput(f"{key}: {error}; copy it again") from None
+    if first == b"version ":  # how a pointer of git-lfs begins
+        raise WrongInput(f"{key}: {file} is a pointer of git-lfs, not the weights; run: git lfs pull")
+    if not fits:
+        raise WrongInput(f"{key}: {file} is no safetensors file ({size} bytes); copy or save it again")
+    try:
+        entries = json.loads(text)
         entries.pop("__metadata__", None)
         found = {name: _entry(entry, file, 8 + length) for name, entry in entries.items()}
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except OSError as error:
-        raise WrongInput(f"{key}: {file} cannot be read: {error.strerror}; copy it again") from error
-    except Unreadable as error:
-        raise WrongInput(f"{key}: {error}; copy it again") from None
-    except WrongInput:
-        raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise WrongInput(f"{key}: the header of {file} is damaged ({type(error).__name__}); copy it again") from error
     if size != 8 + length + end:

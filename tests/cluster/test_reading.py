@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.reading import Unreadable, json_value, lines, opened, read_bytes, read_mapping, read_text
+from cluster.errors import WrongInput
+from cluster.reading import json_value, lines, opened, read_bytes, read_mapping, read_text
 from cluster.telemetry import MOST_BAD, MetricsFile
 
 
@@ -41,7 +42,7 @@ def test_what_is_no_file_of_text_is_a_sentence(kind: str, tmp_path: Path, monkey
     file = Path("read")
     make, said = NO_FILES[kind]
     make(file)
-    with pytest.raises(Unreadable) as raised:
+    with pytest.raises(WrongInput) as raised:
         read_text(file)
     assert str(raised.value) == f"read {said}"
 
@@ -53,7 +54,7 @@ def test_a_file_that_is_not_there_and_one_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "there").write_text('{"a": [NaN, -Infinity]}')
     (tmp_path / "link").symlink_to("there")
     assert str(read_mapping(tmp_path / "link")) == "{'a': [nan, -inf]}"
-    with pytest.raises(Unreadable, match=r"at most 9\.5.*e-05 MiB"):  # it has no size, and more than it says
+    with pytest.raises(WrongInput, match=r"at most 9\.5.*e-05 MiB"):  # it has no size, and more than it says
         read_bytes(Path("/proc/self/status"), 100)
 
 
@@ -68,7 +69,7 @@ def test_a_file_that_is_not_there_and_one_behind_a_link(tmp_path: Path) -> None:
     ],
 )
 def test_json_that_is_none_or_too_deep(text: str, said: str) -> None:
-    with pytest.raises(Unreadable) as raised:
+    with pytest.raises(WrongInput) as raised:
         json_value(text, "what")
     assert str(raised.value).startswith(said)
     assert json_value("[" * 200 + "]" * 200, "what")
@@ -79,7 +80,7 @@ def test_lines_are_found_where_they_are(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "lines"
     file.write_bytes(b"one\n\nthree and more\r\nlast")
     assert [*lines(file)] == [(0, b"one"), (4, b""), (5, b"three and more\r"), (21, b"last")]
-    with pytest.raises(Unreadable, match=r"line 3 must have at most .* MiB"):
+    with pytest.raises(WrongInput, match=r"line 3 must have at most .* MiB"):
         [*lines(file, 8)]
 
 
@@ -98,5 +99,5 @@ def test_metrics_are_found_by_step_and_those_of_others_are_parsed(tmp_path: Path
     assert (found.seconds(), found.seconds(1), found.time(2)) == (0.75, 0.25, 12.5)
     assert [*found.whole(2)] == [f"{json.dumps(row)}\n".encode() for row in (own[0], own[1] | {"x": 3})]
     file.write_text("\n" * (MOST_BAD + 1))
-    with pytest.raises(Unreadable, match="100,000 lines are none"):
+    with pytest.raises(WrongInput, match="100,000 lines are none"):
         MetricsFile(file)

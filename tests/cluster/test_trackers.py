@@ -10,9 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from cluster.errors import WrongInput
 from cluster.telemetry import Metrics
 from cluster.trackers import TRACKERS, Sample, TrackedRun, tracked
-from learner.config.load import ConfigError, load_config
+from learner.config.load import load_config
 
 REQUIRED = ("model.path=m", "data.path=d.jsonl", "rewards=[{use: number}]")
 
@@ -76,7 +77,7 @@ def test_a_run_that_begins_anew_is_another_to_its_trackers(tmp_path: Path) -> No
 
 def test_a_tracker_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigError,
+        WrongInput,
         match=r"trackers\.0: must be one of tensorboard, .*, prometheus, got 'tensorbord'; leave it out",
     ):
         load_config(None, [*REQUIRED, "trackers=[tensorbord]"])
@@ -101,5 +102,5 @@ def test_a_tracker_that_fails_costs_one_line_and_no_metrics(
 def test_a_tracker_whose_package_is_missing_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Down, "PACKAGE", "no_such_tracker", raising=False)
     monkeypatch.setitem(TRACKERS, "lines", Down)
-    with pytest.raises(ConfigError, match=r"trackers\.0: lines needs the package no_such_tracker.*gleaner-rl\[lines\]"):
+    with pytest.raises(WrongInput, match=r"trackers\.0: lines needs the package no_such_tracker.*gleaner-rl\[lines\]"):
         load_config(None, [*REQUIRED, "trackers=[lines]"])

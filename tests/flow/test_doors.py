@@ -23,7 +23,6 @@ from tests.flow.run import wait_until
 TOKEN = secrets.token_hex(32)
 CLUSTER = """
 import json, sys
-from cluster.placement import WrongInput
 from cluster.ray_cluster import connect
 from cluster.ray_cluster import metrics_address
 session = connect("local", min_cpus=1)

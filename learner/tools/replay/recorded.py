@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from cluster.errors import WrongInput
-from cluster.reading import Unreadable
 from cluster.telemetry import MetricsFile, number
 from learner.config import RunConfig, load
 from learner.driver import checkpoint
@@ -130,7 +129,7 @@ class Recorded:
             return
         try:
             then = Fingerprints.read(known[0])
-        except Unreadable as error:
+        except WrongInput as error:
             raise WrongInput(f"RUN: {error}; take that checkpoint away") from None
         now = fingerprints_of(self.config.model_copy(update={"rewards": [], "env": EnvConfig()}), ())
         pairs = [("model.path", now.base, then.base)]
@@ -150,7 +149,7 @@ def read_recorded(folder: Path) -> Recorded:
     config = load_config(folder, ())
     try:
         policies = {line.step: line for line in read_policies(folder)}
-    except Unreadable as error:
+    except WrongInput as error:
         raise WrongInput(f"RUN: {error}; take it away") from None
     files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
     lines = run.file
@@ -165,13 +164,13 @@ def read_recorded(folder: Path) -> Recorded:
 
 def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's configuration with `overrides` on top. Raises WrongInput if this version refuses the run's own,
-    ConfigError for the overrides."""
+    WrongInput for the overrides."""
     file = folder / "config.yaml"
     if not file.exists():
         raise WrongInput(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
     try:
         plain = load.load_config(str(file), (), of_a_run=True)
-    except load.ConfigError as error:
+    except WrongInput as error:
         first = str(error).splitlines()[0]
         raise WrongInput(
             f"RUN: {file} was written by another version of gleaner, and this one refuses it ({first}); correct the "

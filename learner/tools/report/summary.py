@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cluster import files
 from cluster.errors import WrongInput
-from cluster.reading import ConfigError, Unreadable, check_plain, json_value, mapping_of, read_text
+from cluster.reading import check_plain, json_value, mapping_of, read_text
 from cluster.telemetry import MetricsFile, number
 from cluster.trackers import dotted
 from learner.config.load import since_moved
@@ -125,7 +125,7 @@ def _file(path: Path, remarks: list[str]) -> MetricsFile | None:
     except FileNotFoundError:
         remarks.append(f"{path.name} is missing: no curves.")
         return None
-    except Unreadable as error:
+    except WrongInput as error:
         remarks.append(f"{path.name} cannot be read: {error}.")
         return None
     if file.bad:
@@ -168,7 +168,7 @@ def _evenly(steps: list[int], evaluated: list[int]) -> list[int]:
 def _phases(folder: Path, remarks: list[str]) -> list[dict[str, float]]:
     try:
         return console.read_phases(folder)
-    except Unreadable as error:
+    except WrongInput as error:
         remarks.append(f"{console.PHASES_FILE} cannot be read: {error}.")
         return []
 
@@ -178,7 +178,7 @@ def _config(file: Path, remarks: list[str]) -> dict[str, Any]:
     found = _mapping(file, remarks)
     try:
         return since_moved(found)
-    except ConfigError as error:
+    except WrongInput as error:
         remarks.append(f"{file.name} has a setting that cannot be read ({error}).")
         return found
 
@@ -189,12 +189,12 @@ def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:
         text = read_text(file, MOST)
         found = json_value(text, file.name) if file.suffix == ".json" else mapping_of(text)
         if not isinstance(found, dict):
-            raise Unreadable(f"it must hold a mapping, got {type(found).__name__}")
+            raise WrongInput(f"it must hold a mapping, got {type(found).__name__}")
         check_plain(found)
     except FileNotFoundError:
         remarks.append(f"{file.name} is missing.")
         return {}
-    except (Unreadable, ConfigError) as error:
+    except WrongInput as error:
         remarks.append(f"{file.name} cannot be read; it may be half written ({error}).")
         return {}
     shown: dict[str, Any] = _shown(found)

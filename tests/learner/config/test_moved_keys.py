@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from cluster.config import Deadlines
+from cluster.errors import WrongInput
 from gleaner import InputError, train
 from learner.config import RunConfig
-from learner.config.load import MOVED, ConfigError, keys, load_config, recorded
+from learner.config.load import MOVED, keys, load_config, recorded
 from learner.driver.identity import config_of
 from learner.tools.replay.recorded import load_config as replayed
 from rollout.config import RolloutConfig
@@ -31,7 +32,7 @@ SAME_AS_ANOTHER = {
 
 
 def told(*overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongInput) as caught:
         load_config(None, [*NEEDED, *overrides])
     return str(caught.value).splitlines()
 
@@ -68,7 +69,7 @@ def test_an_old_key_is_told_its_new_name_and_value(override: str, end: str) -> N
 def test_so_it_is_in_a_file_with_each_key_of_a_section_and_in_python(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text("learner: {loss: {cap: 3, delta: 2}}\nguard: {mismatch: 1}\n")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongInput) as caught:
         load_config(str(file), NEEDED)
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["learner.loss.cap", "learner.loss.delta", "guard.mismatch"]
@@ -111,9 +112,9 @@ def test_what_was_the_default_is_that_of_today() -> None:
 
 
 def test_what_can_not_be_read_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^env.memory: not a size"):
+    with pytest.raises(WrongInput, match=r"^env.memory: not a size"):
         recorded(given() | {"env": {"use": "tools", "memory": "much"}})
-    with pytest.raises(ConfigError, match=r"^config: must be a mapping, got list"):
+    with pytest.raises(WrongInput, match=r"^config: must be a mapping, got list"):
         recorded([])
 
 
@@ -122,5 +123,5 @@ def test_an_old_run_folder_is_resumed_and_replayed_by_what_it_recorded(tmp_path:
     (tmp_path / "config.yaml").write_text(BEFORE.read_text().replace("Infinity", ".inf"))
     assert config_of(tmp_path) == replayed(tmp_path, ()) == recorded(given())
     assert replayed(tmp_path, ["learner.loss.bounds={}"]).learner.loss.bounds == {}
-    with pytest.raises(ConfigError, match="learner.loss.band: is an argument"):
+    with pytest.raises(WrongInput, match="learner.loss.band: is an argument"):
         replayed(tmp_path, ["learner.loss.band=[0.5, 3]"])

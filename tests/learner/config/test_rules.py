@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from learner.config.load import ConfigError, load_config
+from cluster.errors import WrongInput
+from learner.config.load import load_config
 from learner.config.run import RULES
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: format}]"]
@@ -165,7 +166,7 @@ def told(*overrides: str) -> list[str]:
     """The lines that refuse a configuration; none if it is taken."""
     try:
         load_config(None, [*NEEDED, *overrides])
-    except ConfigError as error:
+    except WrongInput as error:
         return str(error).splitlines()
     return []
 

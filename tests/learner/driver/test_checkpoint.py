@@ -142,7 +142,7 @@ def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_chosen(tmp_path: Pat
     [
         (lambda f: (f / "state.json").write_text("{"), "state.json has 1 bytes, not 12"),
         (lambda f: (f / "state.json").unlink(), "state.json is missing"),
-        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not usable: Unreadable"),
+        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not usable: WrongInput"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is not usable: FileNotFoundError"),
         (lambda f: f.rename(f.parent / "step-000011"), "manifest.json is of step 10"),
         (

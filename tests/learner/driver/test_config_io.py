@@ -10,13 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import WrongInput
 from learner.config import RunConfig
-from learner.config.load import (
-    ConfigError,
-    load_config,
-    parse_value,
-    to_yaml,
-)
+from learner.config.load import load_config, parse_value, to_yaml
 from rewards.config import masked
 
 NEEDED = ["model.path=m", "data.path=d", "rewards=[{use: a}, {use: b, weight: 2}]"]
@@ -33,7 +29,7 @@ rollout: {kv_cache: 64MiB}
 
 def refusal(*overrides: str, path: Path | None = None) -> list[str]:
     """The lines of the error."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongInput) as caught:
         load_config(None if path is None else str(path), [*(NEEDED if path is None else []), *overrides])
     return str(caught.value).splitlines()
 

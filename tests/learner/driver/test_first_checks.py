@@ -12,7 +12,8 @@ import pytest
 import yaml
 from pyarrow.parquet import write_table
 
-from learner.config.load import ConfigError, WrongSettings, load_config
+from cluster.errors import WrongInput
+from learner.config.load import WrongSettings, load_config
 from learner.driver import checkpoint, preflight
 from learner.driver.memory import cards_of
 from learner.main import main
@@ -165,7 +166,7 @@ def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(monkeypatch: pyte
 @pytest.mark.parametrize("tree", [{"data": 3}, {"model": {}}, {"rewards": "x"}, {"data": {"path": ["a"]}}])
 def test_what_leaves_no_configuration_is_told_by_itself(tree: dict[str, Any]) -> None:
     Path("config.yaml").write_text(yaml.safe_dump({**yaml.safe_load(Path("config.yaml").read_text()), **tree}))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongInput) as caught:
         load_config("config.yaml", [])
     assert isinstance(caught.value, WrongSettings)
     others = caught.value.others()

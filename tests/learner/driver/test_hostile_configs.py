@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config.load import ConfigError, load_config
+from cluster.errors import WrongInput
+from learner.config.load import load_config
 from tests.learner.driver.test_config_io import NEEDED, refusal
 
 # What a file or a command line may hold, tuned to YAML's own signs: brackets, anchors, tags, dates, numbers.
@@ -27,10 +28,10 @@ KEYS = st.sampled_from(
 
 
 def what_is_said(path: str | None, overrides: list[str]) -> str | None:
-    """What is said of a configuration that is refused; any exception but ConfigError goes on to the test."""
+    """What is said of a configuration that is refused; any exception but WrongInput goes on to the test."""
     try:
         load_config(path, overrides)
-    except ConfigError as error:
+    except WrongInput as error:
         return str(error)
     return None
 

@@ -8,7 +8,7 @@ import yaml
 
 from cluster.errors import WrongInput
 from learner.config import RunConfig
-from learner.config.load import ConfigError, load_config, to_yaml
+from learner.config.load import load_config, to_yaml
 from rollout.data.sources import read
 
 SECRET = "open-sesame-17"
@@ -58,7 +58,7 @@ def test_the_library_gets_the_variables_value_and_its_message_loses_it(
 
 def test_mistakes_in_the_configuration_are_told_without_it() -> None:
     token = "hf_" + "a1B2" * 8
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(WrongInput) as error:
         load_config(None, [f"data.args={token}", f"rewards=[{{use: number, env: [{token}-x]}}]"])
     assert "data.args" in str(error.value)
     assert "rewards.0.env" in str(error.value)

@@ -24,8 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.errors import WrongInput
 from examples.random_families import make_family
-from learner.config.load import ConfigError
 from learner.tools.served_stops import TrainingStops
 from learner.tools.server import serve, server_of
 
@@ -53,7 +53,7 @@ def write_adapter(folder: Path, targets: list[str]) -> None:
 def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
-    with pytest.raises(ConfigError, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
+    with pytest.raises(WrongInput, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
         server_of(run, "127.0.0.1", 1, [])
 
 
@@ -70,18 +70,18 @@ def test_an_address_that_cannot_be_had_is_said_before_vllm_starts(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         asked = port or taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"^--host, --port: .* got {host}:{asked} .*{why}.*; give"):
+        with pytest.raises(WrongInput, match=f"^--host, --port: .* got {host}:{asked} .*{why}.*; give"):
             serve(run, host, asked, [])
 
 
 def test_what_the_server_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
+    with pytest.raises(WrongInput, match="RUN: must be a run folder such as .*, got .*nothing; check the path"):
         server_of(tmp_path / "nothing", "127.0.0.1", 1, [])
     (tmp_path / "config.json").touch()
-    with pytest.raises(ConfigError, match=f"got {tmp_path}; a model is served by: vllm serve {tmp_path}$"):
+    with pytest.raises(WrongInput, match=f"got {tmp_path}; a model is served by: vllm serve {tmp_path}$"):
         server_of(tmp_path, "127.0.0.1", 1, [])
     run = run_folder(tmp_path / "mine", "hub/name", lora={"rank": 32})
-    with pytest.raises(ConfigError, match="mine has neither adapter/ nor model/ before its first checkpoint"):
+    with pytest.raises(WrongInput, match="mine has neither adapter/ nor model/ before its first checkpoint"):
         server_of(run, "127.0.0.1", 1, [])
     write_adapter(run / "adapter", ["model.layers.0.self_attn.q_proj", "o_proj", "q_proj"])
     command = " ".join(server_of(run, "::1", 8123, ["--max-model-len", "64"]).command)
