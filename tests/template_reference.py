@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cluster.errors import WrongInput
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
-from rollout.data.observation import TemplateRefuses, UnclosedTurn
+from rollout.data.observation import TemplateRefuses
 from rollout.env.tools.parser import PROBE
 
 Message = dict[str, Any]
@@ -79,7 +79,7 @@ def appended(chat: Chat, new: list[Message], closed_by: int) -> str:
     """The text of what is appended; what is wrong where nothing is."""
     try:
         return chat.decode(chat.observe(new, closed_by, [PROBE]), special=True)
-    except (ChatError, UnclosedTurn) as error:
+    except WrongInput as error:
         return f"refused: {error}"
 
 

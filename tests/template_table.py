@@ -18,14 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import as_table
+from cluster.errors import WrongInput
 from rollout.data.chat import Chat
 from rollout.data.observation import Verdict, check, keeps_past
-from rollout.env.tools.parser import (
-    PROBE,
-    ToolParserError,
-    choose,
-    written_by,
-)
+from rollout.env.tools.parser import PROBE, choose, written_by
 from tests.shipped_templates import chat_for, templates_of
 from tests.template_reference import compared
 
@@ -86,7 +82,7 @@ def _parser(chat: Chat) -> str:
         return "hermes (it writes none)"
     try:
         return choose(chat).name
-    except ToolParserError:
+    except WrongInput:
         return "none"
 
 

@@ -23,7 +23,7 @@ from rewards.config import RewardConfig, classifier_of, masked
 from rewards.functions import SUFFIX
 from rewards.limits import DEFAULT_MEMORY as DEFAULT_REWARD_MEMORY
 from rollout.config import DEFAULT_ENVIRONMENT_MEMORY, parse_size
-from rollout.data.model_files import ChatError, commit_of, hub_file
+from rollout.data.model_files import commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.host import NAMES, PATHS
 
@@ -529,7 +529,7 @@ def _commit(model: ModelConfig) -> str | None:
         return None
     try:
         file = hub_file(model.source, "config.json")
-    except ChatError:
+    except WrongInput:
         file = None
     return (commit_of(file.parent) if file is not None else None) or model.revision
 

@@ -34,12 +34,7 @@ from rewards.loader import BUILT_INS, no_file, no_function
 from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.files import Row
-from rollout.data.model_files import (
-    CONFIG,
-    ChatError,
-    read_json,
-    template_in,
-)
+from rollout.data.model_files import CONFIG, read_json, template_in
 from rollout.data.observation import TemplateRefuses, check, hidden_tools, loses
 from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 from rollout.env.config import ENVIRONMENT
@@ -121,7 +116,7 @@ def check_data_prompts(config: RunConfig, chat: Chat, prompts: Iterable[Prompt])
 
 
 def check_prompts(chat: Chat, model: str, prompts: Iterable[Prompt]) -> None:
-    """Tries one conversation for each set of roles among the prompts. Raises ChatError: a template that knows no role
+    """Tries one conversation for each set of roles among the prompts. Raises WrongInput: a template that knows no role
     system, such as Phi-3-mini's, leaves its messages out without a word."""
     tried = set()
     for prompt in prompts:
@@ -135,11 +130,11 @@ def check_prompts(chat: Chat, model: str, prompts: Iterable[Prompt]) -> None:
             continue
         what = f"data: the chat template of {model} leaves out what a message of role {role} says"
         if role == "system":
-            raise ChatError(
+            raise WrongInput(
                 f"{what}, so that the policy would never read it; put it into the user's text (data.prompt: 'Be brief. "
                 "{question}', without data.system or a message of that role), or give another model or template"
             )
-        raise ChatError(
+        raise WrongInput(
             f"{what}, in a conversation of roles {', '.join(message['role'] for message in prompt)}; take that message "
             "out, or give another model or template"
         )
@@ -458,7 +453,7 @@ def adapters_in(config: RunConfig) -> list[tuple[str, str]]:
 
 def check_lora(folder: str, key: str, base: str | None) -> None:
     """Whether the file of a plain LoRA adapter is whole, and of the layers of this base, unless that is None. Raises
-    WrongInput, and ChatError: the base is not there."""
+    WrongInput."""
     sizes = None if base is None else sizes_of(read_json(base, CONFIG))
     check_adapter(folder, key, read_adapter(folder, key), sizes)
 

@@ -66,12 +66,7 @@ from rollout.architecture import check_unquantised
 from rollout.data import files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of
 from rollout.data.files import Row
-from rollout.data.model_files import (
-    CONFIG,
-    ChatError,
-    has_template,
-    read_json,
-)
+from rollout.data.model_files import CONFIG, has_template, read_json
 from rollout.data.problems import Cursor, Problems, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
 from rollout.schema import Problem
@@ -337,7 +332,7 @@ def _has_config(model: str) -> bool:
     """Else the checks of `prepare` say so, and a trial would say it once more in the words of its library."""
     try:
         return bool(read_json(model, CONFIG))
-    except ChatError:
+    except WrongInput:
         return False
 
 

@@ -31,7 +31,6 @@ from learner.trainer.optimizer import Updater
 from rollout.data import model_files, sources
 from rollout.data.chat import Chat
 from rollout.data.files import Names, Row
-from rollout.data.model_files import ChatError
 from rollout.data.observation import MARKER, USER
 from rollout.data.weight_names import check_model
 
@@ -123,7 +122,7 @@ def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
         raise WrongInput(f"pairs: each row must ask something, {where} has nothing before its answers; take it out")
     try:
         _, ids = chat.render(prompt)
-    except ChatError as error:
+    except WrongInput as error:
         raise WrongInput(
             f"pairs: the model must be able to read each prompt, and not that of {where} ({error})"
         ) from None

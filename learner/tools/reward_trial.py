@@ -477,7 +477,7 @@ def _tried(asked: RewardsTryRequest) -> bool:
 
 
 def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
-    """reward: the one that is named before the options. Raises WrongInput, WrongInput."""
+    """reward: the one that is named before the options. Raises WrongInput."""
     given = {"data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt}
     changed = {key: value for key, value in given.items() if value is not None}
     if asked.config is None:

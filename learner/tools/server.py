@@ -23,7 +23,7 @@ from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts, text_of
 from rollout.data import model_files
 from rollout.data.chat import Chat
-from rollout.data.model_files import CONFIG, ChatError, model_weights, read_json
+from rollout.data.model_files import CONFIG, model_weights, read_json
 from rollout.data.observation import USER
 from rollout.data.weight_names import check_model, sizes_of
 from rollout.vllm.served import SERVER
@@ -71,11 +71,11 @@ class AsTrained:
 
 
 def as_trained(config: RunConfig, path: str) -> AsTrained:
-    """path: of the base, or of the whole model that was learned. Raises ChatError: it cannot be read."""
+    """path: of the base, or of the whole model that was learned. Raises WrongInput: it cannot be read."""
     data = config.data
     chat = Chat.load(path, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
     ids, strings = chat.stops(config.rollout.stop)
-    with suppress(ChatError):  # asked for what is told of prompts alone
+    with suppress(WrongInput):  # asked for what is told of prompts alone
         chat.render([USER])
     own: Mapping[str, Any] = read_json(path, GENERATION) or text_of(chat.config)
     kept = {name: own[name] for name in OF_TOKENS if own.get(name) is not None}
@@ -94,7 +94,7 @@ CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does n
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
     """Becomes the server, so that signals reach it. Raises WrongInput, also for an address that cannot be had, and
-    what is wrong with weights (WrongInput, ChatError)."""
+    what is wrong with weights (WrongInput)."""
     _check_free(host, port)
     _check_weights(run_dir)
     server = server_of(run_dir, host, port, more)
@@ -191,7 +191,7 @@ def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
     """The part of the command line that says how to sample. Without it where the model is not there: vLLM says so."""
     try:
         found = as_trained(config, str(learned) if learned.name == MODEL else config.model.source)
-    except ChatError:
+    except WrongInput:
         return Server([], {}, ())
     folder = run_dir
     try:
@@ -256,7 +256,7 @@ def _targets(adapter: Path) -> list[str]:
 def _with_experts(model: str) -> bool:
     try:
         return has_experts(read_json(model, CONFIG))
-    except ChatError:  # the model is not there: vLLM says so
+    except WrongInput:  # the model is not there: vLLM says so
         return False
 
 

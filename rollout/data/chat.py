@@ -19,12 +19,7 @@ from cluster.child import forked
 from cluster.errors import WrongInput
 from rewards.base import opening_at_end
 from rollout.architecture import text_of
-from rollout.data.model_files import (
-    ChatError,
-    load_tokenizer,
-    needs_own_code,
-    read_json,
-)
+from rollout.data.model_files import load_tokenizer, needs_own_code, read_json
 from rollout.data.observation import MARKER, USER, Observations, TemplateRefuses
 from rollout.data.ordinary_text import meaningful
 from rollout.types import split
@@ -226,10 +221,7 @@ class Chat:
         _check_tokens(tokenizer, stop_ids, vocabulary)
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
         self._vocabulary, self._model_stops = vocabulary, tuple(stop_ids)
-        try:
-            check_kwargs(tokenizer, self._template_kwargs)
-        except WrongInput as error:
-            raise ChatError(str(error)) from error
+        check_kwargs(tokenizer, self._template_kwargs)
         if "strftime_now" in str(tokenizer.chat_template):  # else a group that begins at midnight has two prompts
             self._template_kwargs["strftime_now"] = datetime.now().strftime
         self.config: dict[str, Any] = dict(config or {})  # the model's config.json
@@ -247,27 +239,27 @@ class Chat:
         *,
         template: Template = "auto",
     ) -> "Chat":
-        """The chat of the model at `path`, a folder or a hub name. Raises ChatError.
+        """The chat of the model at `path`, a folder or a hub name. Raises WrongInput.
 
         template_kwargs: variables of its chat template (data.chat_template_kwargs). stop: rollout.stop; no prompt ends
         in a special token of those either. template: data.chat_template.
         """
         config = read_json(path, "config.json")
         if not config:
-            raise ChatError(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
+            raise WrongInput(f"model.path: must be a folder or hub name with a config.json, got {path}; check the name")
         if own := needs_own_code(config):
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: {path} needs Python code that comes with the model ({own}), and such code is never run; "
                 "give a model whose architecture transformers itself has"
             )
         if not isinstance(config.get("text_config", {}), dict):
-            raise ChatError(f"model.path: text_config in config.json of {path} must be a mapping; copy the file again")
+            raise WrongInput(f"model.path: text_config in config.json of {path} must be a mapping; copy the file again")
         vocabulary = text_of(config).get("vocab_size")
         if not vocabulary:
-            raise ChatError(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
+            raise WrongInput(f"model.path: config.json of {path} has no vocab_size; give a causal language model")
         tokenizer = load_tokenizer(path)
         if not hasattr(tokenizer, "get_added_vocab"):
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: the tokenizer of {path} is transformers' {type(tokenizer).__name__}, which renders no "
                 "chat template and names no added tokens; give a folder with a tokenizer.json"
             )
@@ -349,7 +341,9 @@ class Chat:
         tools: what it may call, in the form of rollout.env.protocol.ToolSpec.
         """
         if tools and not self.has_template:
-            raise ChatError(f"model.path: tools need a chat template, and {NO_TEMPLATE}; use that of an instruct model")
+            raise WrongInput(
+                f"model.path: tools need a chat template, and {NO_TEMPLATE}; use that of an instruct model"
+            )
         if not self.has_template:
             text = _plain(messages)
             return text, self._known(self._open_ended(self._encoded(text), text))
@@ -405,11 +399,11 @@ class Chat:
             was cut off or ended with a stop string, so that the template's own ending comes first.
         tools: those that the conversation began with.
 
-        Raises UnclosedTurn if the template ends such a turn with another stop token, ChatError if it refuses the
+        Raises UnclosedTurn if the template ends such a turn with another stop token, WrongInput if it refuses the
         messages, drops them, or ends a turn that is past in a way that is not recognised.
         """
         if not self.has_template:
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: a conversation of several turns needs a chat template, and {NO_TEMPLATE}; use that of an "
                 "instruct model"
             )
@@ -426,7 +420,7 @@ class Chat:
 
     def _open_ended(self, ids: Sequence[int], said: str) -> Sequence[int]:
         """The ids of a prompt without stop tokens at its end, behind which the policy would not answer. said: the last
-        text in it. Raises ChatError where they do not come from tokenizer or template alone, or belong to the turn."""
+        text in it. Raises WrongInput where they do not come from tokenizer or template alone, or belong to the turn."""
         size = len(ids)
         while size and ids[size - 1] in self._ends:
             size -= 1
@@ -434,12 +428,12 @@ class Chat:
             return ids
         token = self.decode([ids[size]], special=True)
         if token and said.rstrip().endswith(token):
-            raise ChatError(
+            raise WrongInput(
                 f"data: a prompt must not end with a stop token, behind which the policy would not answer, and one "
                 f"ends with {token!r}; take it out of the text"
             )
         if self.has_template and not self._ends_anew:
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: the chat template must open the assistant's turn, and ends prompts with the stop token "
                 f"{token!r} of the user's; give a template that writes the opening where add_generation_prompt is set"
             )
@@ -459,8 +453,8 @@ class Chat:
 
     def try_template(self, seconds: float, roles: Sequence[str]) -> None:
         """Renders short conversations, one of these roles and one with an assistant's turn, in a process that can be
-        killed. Raises ChatError if the template does not come to an end in `seconds`; an error that it raises itself is
-        left to `render`."""
+        killed. Raises WrongInput if the template does not come to an end in `seconds`; an error that it raises itself
+        is left to `render`."""
 
         def rendered() -> object:  # as text: the tokenizer's own threads are not there in a copy of this process
             return [
@@ -472,15 +466,12 @@ class Chat:
             ]  # fmt: skip
 
         if self.has_template and (wrong := fails_within(seconds, rendered)):
-            raise ChatError(f"model.path: the model's chat template {wrong}; correct it, or give another model")
+            raise WrongInput(f"model.path: the model's chat template {wrong}; correct it, or give another model")
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """What ends a completion: the model's end tokens and those of rollout.stop that are special tokens, by id; and
-        the other strings. Raises ChatError for a string that could never end one."""
-        try:
-            ids, others = split(self.tokenizer, strings)
-        except WrongInput as error:
-            raise ChatError(str(error)) from error
+        the other strings. Raises WrongInput for a string that could never end one."""
+        ids, others = split(self.tokenizer, strings)
         return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -498,20 +489,20 @@ class Chat:
         return None if token is None else self._added[token]
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids. Raises ChatError for one that the model does not have."""
+        """The ids. Raises WrongInput for one that the model does not have."""
         if (highest := max(ids, default=0)) >= self._vocabulary:
-            raise ChatError(
+            raise WrongInput(
                 f"data: the text holds {self.tokenizer.convert_ids_to_tokens(highest)!r}, a special token of the "
                 f"tokenizer (id {highest}) that the model, of vocab_size {self._vocabulary}, does not have; take it out"
             )
         return tuple(ids)
 
 
-def _refused(messages: Messages, error: BaseException) -> ChatError:
+def _refused(messages: Messages, error: BaseException) -> WrongInput:
     roles = ", ".join(message["role"] for message in messages)
     said = " ".join(str(error).split())[:300]
     said = said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
-    return ChatError(
+    return WrongInput(
         f"data: the model's chat template must accept the roles {roles}, and says: {said}; where it knows no system "
         "role, set data.system: null and put the instruction into data.prompt"
     )
@@ -519,14 +510,14 @@ def _refused(messages: Messages, error: BaseException) -> ChatError:
 
 def prompt_of(messages: Messages, *, template: bool) -> Prompt:
     """What reward functions are given as the prompt: messages where the model has a chat template, else the text that
-    it continues. Raises ChatError."""
+    it continues. Raises WrongInput."""
     return tuple(dict(message) for message in messages) if template else _plain(messages)
 
 
 def _plain(messages: Messages) -> str:
     roles = [message["role"] for message in messages]
     if roles not in (["user"], ["system", "user"]):
-        raise ChatError(
+        raise WrongInput(
             f"data.prompt: {NO_TEMPLATE}, so a prompt must be one text, got a conversation of roles "
             f"{', '.join(roles)}; use the chat template of an instruct model, or a column of text"
         )
@@ -538,13 +529,13 @@ def _check_tokens(tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> N
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     highest = max(set(tokenizer.get_vocab().values()) - special, default=0)
     if highest >= vocabulary:
-        raise ChatError(
+        raise WrongInput(
             f"model.path: every token id must lie below the model's vocab_size {vocabulary}, and the tokenizer has "
             f"id {highest} ({tokenizer.convert_ids_to_tokens(highest)!r}); give the tokenizer that the model was "
             "trained with, or resize the model's embeddings"
         )
     if not stop_ids:
-        raise ChatError(
+        raise WrongInput(
             "model.path: generation must be able to end, and neither the tokenizer nor generation_config.json "
             "names an end token; set eos_token in the tokenizer"
         )
@@ -553,7 +544,7 @@ def _check_tokens(tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> N
 def _check_whole(path: str, numbers: Mapping[str, Sequence[Any]]) -> None:
     for name, values in numbers.items():
         if not all(isinstance(value, int) for value in values):
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: {name} of {path} must be given in whole numbers (config.json, generation_config.json), "
                 f"got {str(values)[:80]}; copy the files again"
             )

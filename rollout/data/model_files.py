@@ -27,13 +27,6 @@ from rollout.data.files import is_file_name, is_pattern
 # One quick connection tells whether the hub can be reached; its client would try for half a minute at each file.
 
 
-# What the parts of Chat raise.
-
-
-class ChatError(WrongInput):
-    """A tokenizer or a conversation that cannot be used; the message says which, why, and what to do."""
-
-
 log = logging.getLogger("rollout")
 
 CONNECT_S = 4.0
@@ -124,7 +117,7 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of the model at `path`, a folder, a hub name or name@revision. Raises ChatError."""
+    """The tokenizer of the model at `path`, a folder, a hub name or name@revision. Raises WrongInput."""
     name, revision = split(path)
     try:
         if read_json(path, "tokenizer_config.json").get("tokenizer_class") in PLAIN_CLASSES:
@@ -134,16 +127,16 @@ def load_tokenizer(path: str) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except ChatError:
+    except WrongInput:
         raise
     except Exception as error:  # the tokenizers library has no exceptions of its own
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         if "custom code" in reason:
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: the tokenizer of {path} needs Python code that comes with it, and such code is never "
                 "run; save it as a tokenizer.json, or give another model"
             ) from error
-        raise ChatError(f"model.path: {path} must hold a tokenizer that transformers can load: {reason}") from error
+        raise WrongInput(f"model.path: {path} must hold a tokenizer that transformers can load: {reason}") from error
 
 
 def _is_folder(path: str) -> bool:
@@ -155,7 +148,7 @@ def _is_folder(path: str) -> bool:
 
 def hub_file(model: str, file: str) -> Path | None:
     """A file of a hub's model (`name` or `name@revision`), downloaded where it is not in the cache; None where it has
-    no such file. Offline, what a cached commit does not have counts as not there. Raises ChatError."""
+    no such file. Offline, what a cached commit does not have counts as not there. Raises WrongInput."""
     # Not above: 50 ms, and each process reads the JSON of a folder first.
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -172,16 +165,16 @@ def hub_file(model: str, file: str) -> Path | None:
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE and isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
             return None
-        raise ChatError(_not_cached(name, revision)) from error
+        raise WrongInput(_not_cached(name, revision)) from error
     except EntryNotFoundError:
         return None
     except RevisionNotFoundError as error:
-        raise ChatError(
+        raise WrongInput(
             f"model.revision: must be a branch, tag or commit of the hub's {name}, which has no {revision}; choose one "
             "on the model's page (Files and versions), or leave it out for the newest"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
-        raise ChatError(
+        raise WrongInput(
             f"model.path: must be a folder or a hub model that you may read, got {name[:100]}: "
             f"{str(error).strip().splitlines()[0][:200]}; check the name, or log in with: hf auth login"
         ) from error
@@ -201,12 +194,14 @@ def _not_cached(name: str, revision: str | None) -> str:
 
 def read_json(path: str, name: str) -> dict[str, Any]:
     """One JSON file of a model folder or of a hub model (`name` or `name@revision`); empty where the model has no such
-    file. Raises ChatError."""
+    file. Raises WrongInput."""
     hub_name, _ = split(path)
     if _is_folder(path):
         file = Path(path) / name
     elif Path(path).is_absolute() or path.startswith((".", "~")) or hub_name.count("/") > 1:
-        raise ChatError(f"model.path: folder must exist, got {path}; check the path, or give a hub name like org/model")
+        raise WrongInput(
+            f"model.path: folder must exist, got {path}; check the path, or give a hub name like org/model"
+        )
     elif (found := hub_file(path, name)) is None:
         return {}
     else:
@@ -216,7 +211,7 @@ def read_json(path: str, name: str) -> dict[str, Any]:
     try:
         return read_mapping(file)
     except (OSError, WrongInput) as error:
-        raise ChatError(f"model.path: {error}; copy it again") from error
+        raise WrongInput(f"model.path: {error}; copy it again") from error
 
 
 def template_in(folder: Path, key: str = "model.path", then: str = "copy it again") -> str | None:
@@ -234,7 +229,7 @@ def template_in(folder: Path, key: str = "model.path", then: str = "copy it agai
 
 
 def has_template(path: str) -> bool:
-    """Whether the model at `path`, a folder, a hub name or name@revision, has a chat template. Raises ChatError."""
+    """Whether the model at `path`, a folder, a hub name or name@revision, has a chat template. Raises WrongInput."""
     if _is_folder(path):
         return template_in(Path(path)) is not None
     found = hub_file(path, "chat_template.jinja") or read_json(path, "tokenizer_config.json").get("chat_template")

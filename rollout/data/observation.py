@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from rollout.data.model_files import ChatError
+from cluster.errors import WrongInput
 from rollout.data.ordinary_text import OrdinaryText
 
 Messages = Sequence[Mapping[str, Any]]
@@ -25,11 +25,11 @@ CALL_ID = "callQ7x{:02d}"  # some templates want nine letters and digits
 USER = {"role": "user", "content": "Go."}
 
 
-class TemplateRefuses(ChatError):
+class TemplateRefuses(WrongInput):
     """The template itself raised."""
 
 
-class UnclosedTurn(ChatError):
+class UnclosedTurn(WrongInput):
     """The sampled turn ended with another stop token than the one the template ends such a turn with."""
 
 
@@ -52,10 +52,10 @@ class Ending:
     sampled: int
 
     def tail(self, rendered: str) -> str:
-        """What stands behind the ending. Raises ChatError if the turn does not end as it did."""
+        """What stands behind the ending. Raises WrongInput if the turn does not end as it did."""
         rest = rendered.partition(MARKER)[2]
         if not rest.startswith(self.between + self.text):
-            raise ChatError("model.path: the model's chat template ends a turn differently for different observations")
+            raise WrongInput("model.path: the model's chat template ends a turn differently for different observations")
         return rest[len(self.between) + len(self.text) :]
 
 
@@ -88,11 +88,11 @@ class Observations:
         # a tokenizer that puts a space before a text puts none before an added token. See `ends_with`.
         token, *rest = self._ordinary.ids(ending.text + tail)
         if token != ending.token:
-            raise ChatError(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
+            raise WrongInput(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
         return tuple(rest) if closed_by is not None else (token, *rest)
 
     def render(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> str:
-        """The text of a conversation, with the opening of the assistant's turn if `opened`. Raises ChatError."""
+        """The text of a conversation, with the opening of the assistant's turn if `opened`. Raises WrongInput."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -119,13 +119,13 @@ class Observations:
 
     def ending_behind(self, past: Messages, probes: Messages, tools: Tools) -> Ending:
         """How the template ends the last turn of `past`, which holds MARKER, before `probes`: observations whose
-        contents are found nowhere else. Raises ChatError."""
+        contents are found nowhere else. Raises WrongInput."""
         text = self.render([*past, *probes], tools)
         words = [MARKER, *(probe["content"] for probe in probes)]
         places = [text.find(word) for word in words]
         if [text.count(word) for word in words] != [1] * len(words) or places != sorted(places):
             roles = ", ".join(["assistant", *(probe["role"] for probe in probes)])
-            raise ChatError(
+            raise WrongInput(
                 f"model.path: the model's chat template drops or repeats a message of roles {roles}, or changes their "
                 "order; such a conversation needs another model or template"
             )
@@ -152,7 +152,7 @@ class Observations:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False) if encode is None else encode(text))
         except Exception as error:  # such as for half of a surrogate pair, of which no tokenizer says what is wrong
-            raise ChatError(f"model.path: the model's tokenizer refuses {text!r:.80}: {_said(error)}") from error
+            raise WrongInput(f"model.path: the model's tokenizer refuses {text!r:.80}: {_said(error)}") from error
 
     def _rewritten(self, past: Messages, tools: Tools, before: str) -> Ending:
         """The ending where a turn that is past ends with another token than one that was just sampled; `before` stands
@@ -168,7 +168,7 @@ class Observations:
                 ended = last[: found[0]] + token
                 if before.startswith(ended) and opened.startswith(ended) and opened[len(ended) :].strip() == opening:
                     return Ending(tuple(map(dict, past)), last[: found[0]], token, id_, self._stops[found[1]])
-        raise ChatError(
+        raise WrongInput(
             "model.path: the model's chat template ends a turn that is past with none of the model's stop tokens "
             f"({', '.join(self._stops)}), but with {before[:40]!r}"
         )
@@ -180,7 +180,7 @@ class Observations:
         for turn in dummies(probes, tools):
             try:
                 ending = self.ending_behind([USER, turn], probes, tools)
-            except ChatError as error:
+            except WrongInput as error:
                 refused = error
                 continue
             self._check_ids(ending, probes, shape, tools)
@@ -194,7 +194,7 @@ class Observations:
             p["tool_call_id"] for p, (*_, id_) in zip(probes, shape, strict=True) if "tool_call_id" in p and not id_
         ]
         if any(id_ in tail for id_ in made_up):
-            raise ChatError(
+            raise WrongInput(
                 "model.path: the model's chat template writes the id of the call into its answer, so messages of role "
                 "tool must hold it as tool_call_id, as the policy wrote it"
             )
@@ -250,10 +250,10 @@ def _said(error: Exception) -> str:
 
 def _check(messages: Messages) -> None:
     if not messages:
-        raise ChatError("trajectory: an environment that is not done must answer a turn with messages, got none")
+        raise WrongInput("trajectory: an environment that is not done must answer a turn with messages, got none")
     for message in messages:
         if message.get("role") not in ("tool", "user") or not isinstance(message.get("content"), str):
-            raise ChatError(
+            raise WrongInput(
                 "trajectory: an observation must be a message of role tool or user with its content as text, got "
                 f"{str(dict(message))[:100]}"
             )
@@ -290,7 +290,7 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
     shape = shape_of(roles, tools)
     try:
         base = observations.ending(shape, json.dumps(tools))
-    except ChatError as error:
+    except WrongInput as error:
         return Verdict("refused", _clause(error))
     probes = probes_of(shape)
     shortest = observations.render([*base.past, *probes], tools)
@@ -305,7 +305,7 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
             ending = observations.ending_behind(past, probes, tools)
         except TemplateRefuses:
             continue
-        except ChatError as error:
+        except WrongInput as error:
             return Verdict("varies", f"with {name}: it {_clause(error)}")
         tail = ending.tail(text)
         if (tail, ending.text, ending.sampled) != (expected, base.text, base.sampled):
@@ -315,7 +315,7 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
 
 def keeps_past(observations: Observations, roles: Sequence[str], tools: Tools = (), *, thinking: bool) -> bool:
     """Whether a render of the whole conversation begins with the conversation before these observations as it was
-    rendered then, with thinking or without. Raises ChatError where observations of these roles are refused."""
+    rendered then, with thinking or without. Raises WrongInput where observations of these roles are refused."""
     shape = shape_of(roles, tools)
     base, probes = observations.ending(shape, json.dumps(tools)), probes_of(shape)
     for style in (FIELD, INLINE) if thinking else (PLAIN,):
@@ -336,7 +336,7 @@ def loses(observations: Observations, turn: str, role: str, tools: Tools = ()) -
     answer = {"role": role, "content": ANSWER} | ({"name": tools[0]["function"]["name"]} if tools else {})
     try:
         text = observations.render([USER, {"role": "assistant", "content": turn}, answer], tools)
-    except ChatError as error:
+    except WrongInput as error:
         return _clause(error)
     return "" if ANSWER in text else "leaves it out"
 
@@ -378,7 +378,7 @@ def _without_marker(turn: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _clause(error: ChatError) -> str:
+def _clause(error: WrongInput) -> str:
     """What the template does, without the key before it and the advice behind it."""
     return str(error).removeprefix("model.path: the model's chat template ").partition("; ")[0]
 

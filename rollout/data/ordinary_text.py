@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from rollout.data.model_files import ChatError
+from cluster.errors import WrongInput
 
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # the token of a byte
 SPACES = " \t\n\r\u2581"  # the last as sentencepiece writes one
@@ -27,7 +27,7 @@ class OwnText(str):
 
 
 class Encode(Protocol):
-    """Text -> ids, without special tokens around it, by a tokenizer's own function or by another. Raises ChatError."""
+    """Text -> ids, without special tokens around it, by a tokenizer's own function or by another. Raises WrongInput."""
 
     def __call__(self, text: str, encode: Callable[[str], Sequence[int]] | None = None) -> list[int]: ...
 
@@ -56,7 +56,7 @@ class OrdinaryText:
         ]
 
     def ids(self, rendered: str) -> list[int]:
-        """The ids of what a template made of covered messages. Raises ChatError where a text cannot be written without
+        """The ids of what a template made of covered messages. Raises WrongInput where a text cannot be written without
         a special token, or the template changes letters of texts, and so the words in them."""
         self._check_words(rendered)
         wanted = self._special_in([self._ids[name] for name in self._token.findall(rendered)])
@@ -67,7 +67,7 @@ class OrdinaryText:
                 return found
         found = self._apart(rendered)
         if len(self._special_in(found)) > len(wanted):
-            raise ChatError(
+            raise WrongInput(
                 f"trajectory: an answer must not hold special tokens of the model, and this tokenizer cannot write "
                 f"{text!r:.80} without them; take them out"
             )
@@ -76,7 +76,7 @@ class OrdinaryText:
     def _check_words(self, rendered: str) -> None:
         left, secret = "".join(self._word.sub("", rendered).split()).lower(), self._mark[1:-1]
         if secret in left or secret[::-1] in left:
-            raise ChatError(
+            raise WrongInput(
                 "model.path: the chat template must write what tools and environments say as it is, and it changes "
                 "letters or their order (a filter such as upper or wordwrap), so that a special token in it could not "
                 "be told from the template's own; take the filter out of the template"

@@ -25,7 +25,6 @@ from rollout.config import DataConfig
 from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
 from rollout.data.files import Names
-from rollout.data.model_files import ChatError
 from rollout.data.prompts import messages_of, prompts_of
 from rollout.data.sources import Pace
 from rollout.data.tables import Row
@@ -144,7 +143,7 @@ class Stock:
     Attributes:
         kinds: one prompt of each kind.
 
-    Raises WrongInput: a row is wrong. ChatError: the template refuses a conversation.
+    Raises WrongInput: a row is wrong. WrongInput: the template refuses a conversation.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Stock:
         return len(self._places)
 
     def item(self, place: int) -> Item:
-        """The prompt at a place, counted among those that there are. Raises ChatError if the template refuses it."""
+        """The prompt at a place, counted among those that there are. Raises WrongInput if the template refuses it."""
         index = self._places[place]
         row = self._rows[index]
         prompt, ids = self._rendered(index, messages_of(row, self._config, f"{self.name}-{index}"))
@@ -224,8 +223,8 @@ class Stock:
     def _rendered(self, index: int, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         try:
             return self._chat.render(messages)
-        except ChatError as error:
-            raise ChatError(f"{error} ({self.name}-{index})") from error
+        except WrongInput as error:
+            raise WrongInput(f"{error} ({self.name}-{index})") from error
 
     def _texts(self) -> Iterator[str]:
         """Some of all parts of the source. What is wrong with a row is told in its turn."""
@@ -314,7 +313,7 @@ class _Bound:
             messages = [{"role": role, "content": "x" if filled else ""} for role, filled in kind]
             try:
                 self._frames[kind] = len(self._chat.render(messages)[1])
-            except ChatError:  # of these contents, though it takes others
+            except WrongInput:  # of these contents, though it takes others
                 self._frames[kind] = ENDLESS
         return self._frames[kind]
 

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Protocol
 
 from cluster.actor import within
+from cluster.errors import WrongInput
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 from rollout.data.observation import UnclosedTurn
 from rollout.data.ordinary_text import OwnText
 from rollout.env.protocol import (
@@ -470,7 +470,7 @@ class ChatDialogue:
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
         try:
             return self._chat.converse(messages, tools)
-        except ChatError as error:
+        except WrongInput as error:
             raise EnvironmentFault("bad_observation", f"reset: {error}") from error
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
@@ -487,7 +487,7 @@ class ChatDialogue:
             return self._chat.observe(messages, last if last in self._ends else None, tools)
         except UnclosedTurn:
             return None
-        except ChatError as error:
+        except WrongInput as error:
             raise EnvironmentFault("bad_observation", f"step: {error}") from error
 
     def past(self, turn: Turn) -> Message:

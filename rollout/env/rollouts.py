@@ -25,7 +25,6 @@ from rollout.env.play import (
     Trajectory,
 )
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.tools.parser import ToolParserError
 from rollout.schema import Origin, Problem, facts_of
 from rollout.scorer import Scorer, side_by_side
 from rollout.types import Completion, EngineError, Sampling, seed_of
@@ -176,7 +175,7 @@ class Trajectories:
             try:
                 policy = _Policy(self._engine, sampling, sample)
                 return await self._player.play(env, policy, problem, _env_seed(self._settings.seed, problem))
-            except (EngineError, ToolParserError):
+            except (EngineError, WrongInput):
                 raise
             except Exception as error:
                 raise TrajectoryFailed(

@@ -15,10 +15,11 @@ import os
 import sys
 from typing import Any
 
+from cluster.errors import WrongInput
 from rollout.architecture import text_of
 from rollout.data.chat import Chat
 from rollout.data.model_files import CONFIG, joined, read_json
-from rollout.env.tools.parser import ToolParserError, choose
+from rollout.env.tools.parser import choose
 from rollout.vllm.arguments import check_bitsandbytes, without_lora
 
 
@@ -57,9 +58,10 @@ def wrong_with_parser(config: dict[str, Any]) -> list[str]:
     """Whether some parser reads the tool calls of the model. One sentence, or none. `config`: of the run; only model,
     chat template and env.tool_parser are read."""
     model = joined(config["model"]["path"], config["model"]["revision"])
+    chat = Chat.load(model, config["data"]["chat_template_kwargs"])
     try:
-        choose(Chat.load(model, config["data"]["chat_template_kwargs"]), config["env"]["tool_parser"])
-    except ToolParserError as error:
+        choose(chat, config["env"]["tool_parser"])
+    except WrongInput as error:
         return [str(error)]
     return []
 
@@ -69,7 +71,6 @@ def wrong_with_form(config: dict[str, Any]) -> list[str]:
     model = joined(config["model"]["path"], config["model"]["revision"])
     given = {name: value for name, value in config["rollout"]["structured_outputs"].items() if value is not None}
     vocabulary = int(text_of(read_json(model, CONFIG))["vocab_size"])
-    from cluster.errors import WrongInput
     from rollout.vllm.structured import Grammars
 
     try:

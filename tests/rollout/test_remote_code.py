@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from examples.random_model import make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
 
@@ -94,7 +94,7 @@ def test_a_model_that_needs_its_code_is_refused(
     tmp_path: Path, config: dict[str, Any], tokenizer: dict[str, Any], sentence: str
 ) -> None:
     folder = _model(tmp_path / "model", config, tokenizer)
-    with pytest.raises(ChatError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         Chat.load(str(folder))
     assert not (folder / "ran").exists()
 

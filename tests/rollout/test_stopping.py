@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,6 @@ def test_a_special_token_ends_by_its_id_and_other_strings_by_the_text(chat: Chat
     assert chat.stops(()) == (EOS_IDS, ())
     assert chat.stops(["</answer>", "<|im_start|>", "<|im_end|>", "\n\n"]) == ((*EOS_IDS, 257), ("</answer>", "\n\n"))
     with pytest.raises(
-        ChatError, match=r"rollout\.stop: '</answer><\|im_end\|>' must not mix the special token '<\|im"
+        WrongInput, match=r"rollout\.stop: '</answer><\|im_end\|>' must not mix the special token '<\|im"
     ):
         chat.stops(["</answer><|im_end|>"])

@@ -30,7 +30,7 @@ from learner.tools.export.source import ExportFailed, Needed, Source, check_base
 from learner.tools.reported import reported
 from learner.tools.server import AsTrained, as_trained
 from rollout.data import model_files
-from rollout.data.model_files import ChatError, read_json
+from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_model
 
 # An exported folder on the hub, by huggingface_hub's own upload.
@@ -117,7 +117,7 @@ def check_converter(command: Sequence[str], source: Source) -> None:
     if told.returncode:
         raise WrongInput(f"--gguf: {command[-1]} does not start: {_last_line(told)}; install what it asks for")
     known, path = (told.stdout + told.stderr).split(), source.config.model.source
-    for name in read_json(path, "config.json").get("architectures") or ():
+    for name in read_json(path, CONFIG).get("architectures") or ():
         if name not in known:
             raise WrongInput(
                 f"--gguf: {command[-1]} does not know {name}, the architecture of {path}; take a newer llama.cpp, or "
@@ -224,10 +224,10 @@ def _checked(asked: ExportRequest) -> Job:
 
 
 def _sampled(source: Source, adapter_only: bool) -> AsTrained | None:
-    """Raises ChatError, but for an adapter alone, which is exported without its base."""
+    """Raises WrongInput, but for an adapter alone, which is exported without its base."""
     try:
         return as_trained(source.config, str(source.learned) if source.whole_model else source.config.model.source)
-    except ChatError:
+    except WrongInput:
         if not adapter_only:
             raise
         return None
@@ -274,12 +274,14 @@ def _check_weights(source: Source, *, merges: bool) -> None:
     if source.whole_model:
         check_model(str(source.learned), "RUN")
         return
+    known: str | None = base
     try:
-        check_served(str(source.learned), "RUN", base)
-    except ChatError:
+        read_json(base, CONFIG)
+    except WrongInput:
         if merges:
             raise
-        check_served(str(source.learned), "RUN", None)  # alone it is exported where its base is not there, too
+        known = None  # alone it is exported where its base is not there, too
+    check_served(str(source.learned), "RUN", known)
     if merges:
         check_model(base)
 
@@ -289,7 +291,7 @@ def _check_base(source: Source) -> None:
     path = source.config.model.source
     if source.whole_model:
         return
-    if read_json(path, "config.json").get("quantization_config"):
+    if read_json(path, CONFIG).get("quantization_config"):
         raise WrongInput(
             f"model.path: {path} is quantised, and an adapter is not merged into such weights; give --adapter-only"
         )

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from cluster.errors import WrongInput
 from rewards.base import said
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 from rollout.data.observation import USER
 from rollout.env.protocol import DEEPEST, ToolCall, ToolSpec, as_text, is_text, too_deep
 
@@ -150,10 +149,6 @@ OTHER = ToolCall("look_up", {"word": "hare", "count": 12, "exact": False})
 NO_CALL = "It is a red fox."
 
 
-class ToolParserError(WrongInput):
-    """No parser reads the calls that this model's chat template writes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
     """How a chat template writes ONE, and ONE and OTHER in one turn (None where it refuses that), in the text that the
@@ -183,7 +178,7 @@ def choose(chat: Chat, name: str = "auto") -> Choice:
     name: "hermes", ours; a parser of vLLM; or "auto", the first of these that reads back the calls that the chat
         template writes. A template that writes no calls leaves their form to the policy: hermes.
 
-    Raises ToolParserError: one sentence that names the setting.
+    Raises WrongInput: one sentence that names the setting.
     """
     forms = [] if name == "hermes" else written_by(chat)
     if is_hermes(forms, name):
@@ -192,14 +187,14 @@ def choose(chat: Chat, name: str = "auto") -> Choice:
 
     known = names()
     if name != "auto" and name not in known:
-        raise ToolParserError(f"env.tool_parser: must be auto, hermes or one of {', '.join(known)}, got {name}")
+        raise WrongInput(f"env.tool_parser: must be auto, hermes or one of {', '.join(known)}, got {name}")
     for candidate in known if name == "auto" else [name]:
         for form in forms:
             parser = of_vllm(candidate, chat, form)
             if parser is not None and reads(parser, form):
                 return Choice(candidate, parser)
     writes = f"it writes {forms[0].one[:120]!r}" if forms else "it writes none"
-    raise ToolParserError(
+    raise WrongInput(
         f"env.tool_parser: {'some parser' if name == 'auto' else name} must read back the calls of the model's chat "
         f"template, and does not: {writes}; give hermes if the policy is to learn that form, or another model"
     )
@@ -280,7 +275,7 @@ def _rendered(chat: Chat, calls: Sequence[ToolCall], as_json: bool) -> str | Non
     try:
         opened = chat.observations.ids_of([USER], [PROBE])
         whole = chat.observations.ids_of([USER, turn], [PROBE], opened=False)
-    except ChatError:
+    except WrongInput:
         return None
     # What opens a turn may be written otherwise for one that is past, such as with the end of thinking.
     same = next((i for i, (a, b) in enumerate(zip(opened, whole, strict=False)) if a != b), len(opened))

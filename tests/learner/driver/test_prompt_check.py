@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.driver.input_checks import check_data_prompts, check_environment, check_prompts
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 from rollout.schema import Problem
 from tests.learner.driver.test_env_check import FAULTY, MODEL, TOOL
 from tests.learner.driver.test_env_check import config as configured
@@ -47,7 +47,7 @@ def chat_of(template: str | None) -> Chat:
     ],
 )
 def test_what_the_template_leaves_out_is_named(template: str, last: list[tuple[str, str]], told: str) -> None:
-    with pytest.raises(ChatError, match=f"^data: the chat template of org/m leaves out what a message of {told}"):
+    with pytest.raises(WrongInput, match=f"^data: the chat template of org/m leaves out what a message of {told}"):
         check_prompts(chat_of(template), "org/m", [conversation(USER), conversation(*last)])
 
 
@@ -92,7 +92,7 @@ def test_what_an_environment_begins_with_is_tried_instead(tmp_path: Path) -> Non
     begins = configured({"use": FAULTY})
     check_data_prompts(begins, chat, [problem.messages])
     assert check_environment(begins, chat, problem).notes == ()
-    with pytest.raises(ChatError, match="role system says"):
+    with pytest.raises(WrongInput, match="role system says"):
         check_environment(
             configured({"use": "tools", "args": {"functions": [f"{tmp_path}/mine.py:add"]}}), chat, problem
         )

@@ -25,7 +25,7 @@ from learner.tools.eval_meant import meant
 from learner.tools.export.merge import write_tokenizer
 from learner.tools.report.page import Words
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError, model_weights, read_json
+from rollout.data.model_files import model_weights, read_json
 from rollout.vllm.arguments import engine_arguments
 from tests import hub_cache
 from tests.hub_cache import NAME, SEEDS
@@ -164,7 +164,9 @@ def test_what_is_not_there_is_one_line(case: str, commits: dict[str, str]) -> No
 
 def test_without_the_hub_a_file_that_a_cached_commit_lacks_is_none_of_the_model(commits: dict[str, str]) -> None:
     assert read_json(f"{NAME}@old", "preprocessor_config.json") == read_json(NAME, "preprocessor_config.json") == {}
-    with pytest.raises(ChatError, match="^model.path: org/other is neither a folder here nor a hub model in the cache"):
+    with pytest.raises(
+        WrongInput, match="^model.path: org/other is neither a folder here nor a hub model in the cache"
+    ):
         read_json("org/other", "preprocessor_config.json")
 
 

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from cluster.errors import WrongInput
 from examples.random_model import CHAT_TEMPLATE, EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2=?"}]
 
@@ -53,7 +53,7 @@ def test_without_a_template_the_prompt_is_plain_text() -> None:
     assert prompt == "Be brief.\n\n2+2=?"
     assert tokenizer.decode(ids) == prompt
     turns = [*CONVERSATION, {"role": "assistant", "content": "4"}]
-    with pytest.raises(ChatError, match="no chat template, .* got a conversation of roles system, user, assistant"):
+    with pytest.raises(WrongInput, match="no chat template, .* got a conversation of roles system, user, assistant"):
         chat_of(tokenizer).render(turns)
 
 
@@ -70,7 +70,7 @@ def test_with_chat_template_none_the_model_continues_the_text(tmp_path: Path, te
     assert chat.prefilled(ids) == ("<think>\n" if text.endswith("<think>\n") else "")
     assert chat.notes(()) == ()
     with pytest.raises(
-        ChatError, match=r"data.chat_template is none, so a prompt must be one text, got .* user, assis"
+        WrongInput, match=r"data.chat_template is none, so a prompt must be one text, got .* user, assis"
     ):
         chat.render([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])
 
@@ -104,7 +104,7 @@ def test_a_prompt_with_marks_of_turns_is_told(tokens: tuple[str, ...]) -> None:
 def test_a_role_that_the_template_refuses_is_named() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ChatError, match=r"system, user, and says: System role not supported; .*data\.system: null"):
+    with pytest.raises(WrongInput, match=r"system, user, and says: System role not supported; .*data\.system: null"):
         chat_of(tokenizer).render(CONVERSATION)
 
 
@@ -139,7 +139,9 @@ def test_no_plain_prompt_ends_with_a_stop_token_that_the_tokenizer_appends(token
     assert chat.tokenizer.encode(text)[-1] in EOS_IDS
     assert chat.render([{"role": "user", "content": text}]) == (text, tuple(plain))
     assert chat.notes(()) == (f"data: the tokenizer ends prompts with the stop token {token!r}, which is left out",)
-    with pytest.raises(ChatError, match=r"^data: a prompt must not end with a stop token, .* one ends with '<\|im_end"):
+    with pytest.raises(
+        WrongInput, match=r"^data: a prompt must not end with a stop token, .* one ends with '<\|im_end"
+    ):
         chat.render([{"role": "user", "content": f"{text}<|im_end|>\n"[:-1]}])
 
 
@@ -183,7 +185,7 @@ def test_a_template_whose_prompts_end_with_the_users_own_end_is_refused(template
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(
-        ChatError, match=r"^model.path: the chat template must open the assistant's turn, .* '<\|im_end"
+        WrongInput, match=r"^model.path: the chat template must open the assistant's turn, .* '<\|im_end"
     ):
         chat_of(tokenizer).render(CONVERSATION)
 
@@ -296,13 +298,13 @@ def test_a_template_that_takes_no_answer_says_nothing_of_its_end(template: str) 
 def test_a_template_that_only_an_answer_lets_run_for_ever_is_killed() -> None:
     tokenizer, ever = make_tokenizer(), "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     tokenizer.chat_template = f"{{% if messages|length > 1 %}}{ever}{{% endif %}}a"
-    with pytest.raises(ChatError, match="the model's chat template did not come to an end within 0.2 s"):
+    with pytest.raises(WrongInput, match="the model's chat template did not come to an end within 0.2 s"):
         chat_of(tokenizer).try_template(0.2, ["user"])
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path, {"vocab_size": 250})
-    with pytest.raises(ChatError, match=r"vocab_size 250, and the tokenizer has id 255"):
+    with pytest.raises(WrongInput, match=r"vocab_size 250, and the tokenizer has id 255"):
         Chat.load(str(tmp_path))
     save_model(tmp_path, {"text_config": {"vocab_size": VOCAB_SIZE}})  # where models with several parts have it
     assert Chat.load(str(tmp_path)).has_template
@@ -316,7 +318,7 @@ def test_a_special_token_beyond_the_model_is_refused_where_a_prompt_holds_it() -
         chat = Chat(tokenizer, EOS_IDS, beyond)
         assert max(chat.render(CONVERSATION)[1]) < beyond
         told = rf"^data: the text holds '<image>', a special token .*id {beyond}.* vocab_size {beyond}, does not have"
-        with pytest.raises(ChatError, match=told):
+        with pytest.raises(WrongInput, match=told):
             chat.render([{"role": "user", "content": "an <image>"}])
 
 
@@ -330,20 +332,20 @@ def test_a_template_with_the_time_has_that_of_its_loading() -> None:
 
 
 def test_a_model_without_an_end_token_is_refused() -> None:
-    with pytest.raises(ChatError, match="generation must be able to end"):
+    with pytest.raises(WrongInput, match="generation must be able to end"):
         Chat(make_tokenizer(), (), VOCAB_SIZE)
 
 
 def test_what_is_not_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ChatError, match="folder must exist, got .*/absent; check the path"):
+    with pytest.raises(WrongInput, match="folder must exist, got .*/absent; check the path"):
         Chat.load(str(tmp_path / "absent"))
-    with pytest.raises(ChatError, match=r"with a config\.json, got"):
+    with pytest.raises(WrongInput, match=r"with a config\.json, got"):
         Chat.load(str(tmp_path))
     (tmp_path / "config.json").write_text('{"vocab_size": 9, "model_type": "llama"}')
-    with pytest.raises(ChatError, match="must hold a tokenizer that transformers can load"):
+    with pytest.raises(WrongInput, match="must hold a tokenizer that transformers can load"):
         Chat.load(str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ChatError, match="org/model is neither a folder here nor a hub model in the cache"):
+    with pytest.raises(WrongInput, match="org/model is neither a folder here nor a hub model in the cache"):
         Chat.load("org/model")
 
 
@@ -383,12 +385,12 @@ def test_variables_of_the_chat_template_reach_it() -> None:
 def test_a_variable_that_the_template_would_ignore_is_refused(name: str, message: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = SWITCH
-    with pytest.raises(ChatError, match=f"^data.chat_template_kwargs: {message}"):
+    with pytest.raises(WrongInput, match=f"^data.chat_template_kwargs: {message}"):
         Chat(tokenizer, EOS_IDS, VOCAB_SIZE, template_kwargs={name: False})
 
 
 def test_a_variable_without_a_template_to_read_it_is_refused() -> None:
-    with pytest.raises(ChatError, match=r"^data\.chat_template_kwargs: needs a chat template, and this tokenizer has"):
+    with pytest.raises(WrongInput, match=r"^data\.chat_template_kwargs: needs a chat template, and this tokenizer has"):
         Chat(without_template(), EOS_IDS, VOCAB_SIZE, template_kwargs={"enable_thinking": False})
 
 
@@ -422,5 +424,5 @@ def test_a_tokenizer_that_names_no_added_tokens_is_refused(tmp_path: Path, monke
     """As MistralCommonBackend, which transformers takes where there is a tekken.json alone; to load it takes 20 s."""
     monkeypatch.setattr("rollout.data.chat.load_tokenizer", lambda path: SimpleNamespace(eos_token_id=2))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "vocab_size": 131072}))
-    with pytest.raises(ChatError, match=r"^model.path: the tokenizer of .* SimpleNamespace, .* a tokenizer.json$"):
+    with pytest.raises(WrongInput, match=r"^model.path: the tokenizer of .* SimpleNamespace, .* a tokenizer.json$"):
         Chat.load(str(tmp_path))

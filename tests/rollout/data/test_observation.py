@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
+from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 from rollout.data.observation import (
     UnclosedTurn,
     Verdict,
@@ -113,7 +113,7 @@ def test_what_opens_an_observation_is_not_taken_for_the_end_of_the_turn(header: 
     template = RETURNS.replace("<|{{ m.role }}|>", header).replace("'<|end|>'", "''")
     template = template.replace("<|assistant|>", header.replace("{{ m.role }}", "assistant"))
     chat = chat_of(template, ["<|return|>"], ["<|start|>", "<|user|>", "<|assistant|>"])
-    with pytest.raises(ChatError, match=r"ends a turn that is past with none of the model's stop tokens"):
+    with pytest.raises(WrongInput, match=r"ends a turn that is past with none of the model's stop tokens"):
         chat.observe([USER], closed_by=chat.stop_ids[0])
 
 
@@ -168,18 +168,18 @@ def test_a_template_that_refuses_a_second_call_takes_two_answers() -> None:
     ],
 )
 def test_a_template_that_cannot_take_the_observation_is_refused(template: str, message: str) -> None:
-    with pytest.raises(ChatError, match=f"^model.path: .*{message}"):
+    with pytest.raises(WrongInput, match=f"^model.path: .*{message}"):
         chat_of(template).observe([TOOL], EOS_IDS[0])
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "assistant", "content": "x"}], [{"role": "tool", "content": None}]])
 def test_what_is_no_observation_is_refused(messages: list[dict[str, Any]]) -> None:
-    with pytest.raises(ChatError, match=r"^trajectory: an (observation|environment) .*must"):
+    with pytest.raises(WrongInput, match=r"^trajectory: an (observation|environment) .*must"):
         CHATML.observe(messages, EOS_IDS[0])
 
 
 def test_what_the_tokenizer_refuses_is_a_chat_error() -> None:
-    with pytest.raises(ChatError, match="^model.path: the model's tokenizer refuses .*TextEncodeInput"):
+    with pytest.raises(WrongInput, match="^model.path: the model's tokenizer refuses .*TextEncodeInput"):
         CHATML.observe([{"role": "user", "content": "a\ud83d"}], EOS_IDS[0])
 
 
@@ -187,9 +187,9 @@ def test_without_a_template_there_is_one_turn() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     chat = Chat(tokenizer, EOS_IDS, VOCAB_SIZE)
-    with pytest.raises(ChatError, match="several turns needs a chat template"):
+    with pytest.raises(WrongInput, match="several turns needs a chat template"):
         chat.observe([USER], EOS_IDS[0])
-    with pytest.raises(ChatError, match="tools need a chat template"):
+    with pytest.raises(WrongInput, match="tools need a chat template"):
         chat.render([USER], [{"type": "function", "function": {"name": "add"}}])
 
 

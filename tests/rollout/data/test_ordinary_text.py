@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from cluster.errors import WrongInput
 from rollout.data.chat import Chat
-from rollout.data.model_files import ChatError
 from rollout.data.ordinary_text import OwnText
 
 SPECIAL = ["<|start|>", "<|stop|>", "<pad>"]
@@ -195,7 +195,7 @@ def test_a_template_that_changes_letters_of_texts_is_refused_and_no_word_of_ours
     tokenizer = MAKERS["byte-level"]()
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content | {written} }}}}<|stop|>{{% endfor %}}<|start|>"
     chat = Chat(tokenizer, [tokenizer.eos_token_id], 1000)
-    with pytest.raises(ChatError, match="must write what tools and environments say as it is, and it changes letters"):
+    with pytest.raises(WrongInput, match="must write what tools and environments say as it is, and it changes letters"):
         chat.converse([{"role": "user", "content": "a <|stop|> b"}])
     ids = chat.converse([{"role": "user", "content": "4 + 4"}])
     assert names_in(chat, ids) == ["<|stop|>", "<|start|>"]
@@ -213,14 +213,14 @@ def test_a_letter_that_the_vocabulary_lacks_is_its_unknown_token_and_no_name_of_
     if kind == "unigram":  # which has the letters of the name
         assert id_ not in chat.observe([{"role": "user", "content": f"a {unknown} b"}], None)
     with pytest.raises(
-        ChatError, match="an answer must not hold special tokens of the model, and this tokenizer cannot"
+        WrongInput, match="an answer must not hold special tokens of the model, and this tokenizer cannot"
     ):
         Chat(tokenizer, [id_], 1000).converse([{"role": "user", "content": "a \u6587 b"}])
 
 
 def test_what_no_tokenizer_takes_is_refused_in_words_beside_a_special_token_too() -> None:
     for text in ("half \ud83d", "half \ud83d <|stop|>"):
-        with pytest.raises(ChatError, match="the model's tokenizer refuses .*half"):
+        with pytest.raises(WrongInput, match="the model's tokenizer refuses .*half"):
             chat_of("byte-level").observe([{"role": "tool", "content": text}], None)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.errors import WrongInput
 from rollout.env.protocol import ToolCall, ToolSpec
-from rollout.env.tools.parser import ToolParserError, choose
+from rollout.env.tools.parser import choose
 from tests.rollout.data.test_observation import CHATML_TOOLS, chat_of
 
 pytest.importorskip("vllm")
@@ -38,12 +39,10 @@ def test_a_parser_of_vllm_reads_what_the_template_writes() -> None:
 
 def test_a_template_that_no_parser_reads_is_refused() -> None:
     chat = chat_of(CHATML_TOOLS.replace(HERMES, "{{ c.function.arguments.values() | list | reverse | join('!') }}"))
-    with pytest.raises(
-        ToolParserError, match=r"^env\.tool_parser: some parser must read back .*: it writes '<tool_call>"
-    ):
+    with pytest.raises(WrongInput, match=r"^env\.tool_parser: some parser must read back .*: it writes '<tool_call>"):
         choose(chat)
-    with pytest.raises(ToolParserError, match=r"^env\.tool_parser: qwen3_coder must read back .*; give hermes"):
+    with pytest.raises(WrongInput, match=r"^env\.tool_parser: qwen3_coder must read back .*; give hermes"):
         choose(chat_of(CHATML_TOOLS), "qwen3_coder")
-    with pytest.raises(ToolParserError, match=r"^env\.tool_parser: must be auto, hermes or one of .*, got qwen9$"):
+    with pytest.raises(WrongInput, match=r"^env\.tool_parser: must be auto, hermes or one of .*, got qwen9$"):
         choose(chat, "qwen9")
     assert choose(chat, "hermes").name == "hermes"
