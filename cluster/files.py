@@ -67,17 +67,6 @@ class WriteFailed(OSError):
         return "mend that"
 
 
-class _Gone(WriteFailed, FileNotFoundError):
-    pass
-
-
-class _Forbidden(WriteFailed, PermissionError):
-    pass
-
-
-KINDS: dict[int, type[WriteFailed]] = {errno.ENOENT: _Gone, errno.EACCES: _Forbidden, errno.EPERM: _Forbidden}
-
-
 def write_failed(path: Path, error: BaseException, needed: int | None = None) -> WriteFailed:
     """Of what was raised as a file was written. needed: bytes that all that was to be written takes."""
     cause = error if isinstance(error, WriteFailed) else _of_the_system(error)
@@ -85,7 +74,7 @@ def write_failed(path: Path, error: BaseException, needed: int | None = None) ->
         failed = cause
     elif cause is not None:
         number, file = cause.errno or 0, cause.filename2 or cause.filename or path  # of a copy the second
-        failed = KINDS.get(number, WriteFailed)(number, os.strerror(number), str(file))
+        failed = WriteFailed(number, os.strerror(number), str(file))
     else:
         words = str(error).strip() or type(error).__name__
         failed = WriteFailed(0, words.splitlines()[0], str(path))

@@ -6,6 +6,7 @@ runs with and without a cluster. Ray restarts by itself only what has no state a
 """
 
 import asyncio
+import errno
 import gc
 import logging
 import math
@@ -330,7 +331,7 @@ def in_one_line(error: BaseException) -> str:
 def _is_of_input(error: Exception) -> bool:
     """Files that are not there or not right, and values that are refused. A bare OSError, without a number of the
     operating system, is how transformers says that a model folder lacks something."""
-    return isinstance(error, ValueError | FileNotFoundError) or (isinstance(error, OSError) and error.errno is None)
+    return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno in (None, errno.ENOENT))
 
 
 def _reference(shared: Shared[Any]) -> Any:

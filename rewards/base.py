@@ -38,8 +38,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from cluster.errors import WrongInput
-
 Values = Iterable[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
 
@@ -56,14 +54,6 @@ class Zeroed(list[float]):
     def __init__(self, values: Sequence[float], why: Mapping[int, str]) -> None:
         super().__init__(values)
         self.why = dict(why)
-
-
-class RewardError(WrongInput):
-    """A reward that cannot be used. Carries one sentence and nothing else, so that it survives pickling."""
-
-
-class RewardFailed(RewardError):
-    """A reward function with `on_error: fail` gave no score for at least one sample."""
 
 
 def writable(text: str) -> str:

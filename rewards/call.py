@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from cluster.actor import within
+from cluster.errors import WrongInput
 from rewards import limits
 from rewards.base import (
     BEGIN,
@@ -18,7 +19,6 @@ from rewards.base import (
     Log,
     Progress,
     Reward,
-    RewardError,
     Told,
     TrainerState,
     Zeroed,
@@ -58,7 +58,7 @@ Metric = Callable[[str, float], None]
 
 def taken(function: Reward, args: Mapping[str, Any]) -> tuple[Reward, Mapping[str, Any]]:
     """The function in the convention of rewards.base, with the args that it is still to be given: itself, unless it was
-    written for others. Raises RewardError if it does not take one of `args`."""
+    written for others. Raises WrongInput if it does not take one of `args`."""
     parameters = inspect.signature(function).parameters.values()
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     if "completions" in names:
@@ -70,7 +70,7 @@ def taken(function: Reward, args: Mapping[str, Any]) -> tuple[Reward, Mapping[st
     required = [one.name for one in parameters if one.name in names and one.default is one.empty]
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
     if not open_ended and (unknown := sorted(set(args) - names)):
-        raise RewardError(f"args: unknown {', '.join(unknown)}; this reward takes {', '.join(sorted(names))}")
+        raise WrongInput(f"args: unknown {', '.join(unknown)}; this reward takes {', '.join(sorted(names))}")
     kind = _OfOne if each else _OfGroup
     return kind(function, args, names, required, open_ended and "completion" in names), {}
 
@@ -97,7 +97,7 @@ class _Theirs:
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], columns: Columns,
         whole: Mapping[str, Any],
     ) -> dict[str, Sequence[Any]]:  # fmt: skip
-        """By parameter, a value of each completion, less those in `whole`. Raises RewardError if it wants what is not
+        """By parameter, a value of each completion, less those in `whole`. Raises WrongInput if it wants what is not
         there."""
         answers, asked = [text_of(one) for one in completions], [prompt_text(one) for one in prompts]
         texts: Columns = {
@@ -113,7 +113,7 @@ class _Theirs:
         if missing := [name for name in self.required if name in found and found[name] is None]:
             there = f"the data has the columns {', '.join(sorted(columns)) or 'none'}"
             gold = f"; a right answer is looked for in {', '.join(GOLD)}" if {*missing} & _GOLDEN else ""
-            raise RewardError(f"asks for {', '.join(missing)}, but {there}{gold}")
+            raise WrongInput(f"asks for {', '.join(missing)}, but {there}{gold}")
         return {name: values for name, values in found.items() if values is not None}
 
 
@@ -140,7 +140,7 @@ class _OfOne(_Theirs):
             with limits.sharing(last):
                 return self.function(**row)
         except limits.Late:
-            return RewardError("took more than its part of the time that its group has, timeout_s")
+            return WrongInput("took more than its part of the time that its group has, timeout_s")
         except (Exception, SystemExit) as error:
             return error
 
@@ -160,7 +160,7 @@ def _read(outcomes: Sequence[Any], log_metric: Metric) -> Zeroed:
         if isinstance(outcome, BaseException):
             if limits.memory_spent(outcome):
                 raise outcome
-            why[i] = str(outcome) if isinstance(outcome, RewardError) else described(outcome, caller=__file__)
+            why[i] = str(outcome) if isinstance(outcome, WrongInput) else described(outcome, caller=__file__)
             values.append(math.nan)
         else:
             values.append(_score(outcome, log_metric))
@@ -189,7 +189,7 @@ def _numbers(found: Any, log_metric: Metric) -> Any:
     if not isinstance(found, Mapping):
         return [_score(one, log_metric) for one in found] if isinstance(found, list | tuple) else found
     if "rewards" not in found:
-        raise RewardError(f"returned a dict without rewards, must have it; it has {', '.join(map(str, found))}")
+        raise WrongInput(f"returned a dict without rewards, must have it; it has {', '.join(map(str, found))}")
     others = {"scores": found.get("scores"), **(found.get("extra_logs") or {})}
     for name, value in others.items():
         values = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
@@ -205,7 +205,7 @@ def _score(found: Any, log_metric: Metric) -> Any:
     if not isinstance(found, Mapping):
         return found
     if "score" not in found:
-        raise RewardError(f"returned a dict without score, must have it; it has {', '.join(map(str, found))}")
+        raise WrongInput(f"returned a dict without score, must have it; it has {', '.join(map(str, found))}")
     for name, value in found.items():
         if name != "score":
             _log(name, value, log_metric)
@@ -400,13 +400,13 @@ def _ended(verdict: Verdict, begin: float, awaited: bool | None = None) -> Verdi
 
 def _raised(error: BaseException, size: int) -> Verdict:
     # A sentence of our own is complete as it is.
-    ours = isinstance(error, RewardError)
+    ours = isinstance(error, WrongInput)
     verdict = failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
     return replace(verdict, spent=limits.memory_spent(error))
 
 
 def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, *, built_in: bool) -> dict[str, Any]:
-    """The keyword arguments for `reward`, by its signature. Raises RewardError if it wants what is not there."""
+    """The keyword arguments for `reward`, by its signature. Raises WrongInput if it wants what is not there."""
     parameters = inspect.signature(reward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -416,7 +416,7 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, 
     unknown = sorted(set(args) - allowed)
     if unknown and (built_in or not open_ended):
         taken = ", ".join(sorted(allowed - {*_OWN})) or "none"
-        raise RewardError(f"args: unknown {', '.join(unknown)}; this reward takes {taken}")
+        raise WrongInput(f"args: unknown {', '.join(unknown)}; this reward takes {taken}")
     given: dict[str, Any] = {n: v for n, v in group.columns.items() if n not in _OWN and n not in settings}
     if built_in:
         given |= _named_columns(args, group, names)
@@ -432,7 +432,7 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, 
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
     missing = [name for name in required if name not in given]
     if missing:
-        raise RewardError(FACTORY if _makes_function(reward, names) else _missing(missing, group, settings))
+        raise WrongInput(FACTORY if _makes_function(reward, names) else _missing(missing, group, settings))
     return given if open_ended else {n: v for n, v in given.items() if n in names}
 
 
@@ -451,14 +451,14 @@ def _tags(parameters: Iterable[inspect.Parameter], args: Mapping[str, Any]) -> l
 
 def _named_columns(args: Mapping[str, Any], group: Group, names: set[str]) -> dict[str, Sequence[Any]]:
     """The columns that a built-in's args name (`column`, `setup_column`) although they are not passed on otherwise.
-    Raises RewardError if a parameter of the built-in, or the group itself, has the name of one."""
+    Raises WrongInput if a parameter of the built-in, or the group itself, has the name of one."""
     found: dict[str, Sequence[Any]] = {}
     for arg, value in args.items():
         column = value.partition("[")[0] if arg.endswith("column") and isinstance(value, str) else ""
         if column not in group.columns:
             continue
         if column in names or column in ("prompts", "completion_ids"):
-            raise RewardError(f"args.{arg}: cannot be {column!r}, which is no column to this reward; rename the column")
+            raise WrongInput(f"args.{arg}: cannot be {column!r}, which is no column to this reward; rename the column")
         found[column] = group.columns[column]
     return found
 

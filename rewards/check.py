@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cluster.errors import WrongInput
 from cluster.reading import read_bytes
 from rewards import limits
-from rewards.base import JUDGE, RewardError, prompt_text, text_of
+from rewards.base import JUDGE, prompt_text, text_of
 from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
 from rewards.limits import kept
@@ -91,7 +91,7 @@ def try_rewards(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int
     a conversation's messages: if it does then, it was written for texts.
 
     Give two completions or more, so that a function which returns a list of length 1 for any is found out. Raises
-    RewardError, with one line for each function that does not load, raises, dies, is late or returns the wrong shape. A
+    WrongInput, with one line for each function that does not load, raises, dies, is late or returns the wrong shape. A
     None or NaN is accepted: a function may have no number for a dummy completion.
     """
     if not group.completions:
@@ -116,7 +116,7 @@ async def _try(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int)
         elif i in for_texts:
             notes.append(f"reward {pool.names[i]!r}: gives {verdict.values[0]} to any completion. {OF_TEXTS}")
     if wrong:
-        raise RewardError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
     scores = pool.combine(verdicts, len(group.completions), ms)
     return Tried(scores, (*notes, *scores.asked.values()))
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rewards.base import RewardError, said
+from cluster.errors import WrongInput
+from rewards.base import said
 from rewards.limits import described
 
 # What a function brings along: the variables around it and its defaults; of other things, what they are made of.
@@ -214,7 +215,7 @@ class Packed(NamedTuple):
 
 
 def pack(function: Any) -> Packed:
-    """Raises RewardError, which names the variable to blame, if it cannot be pickled or is larger than LARGEST."""
+    """Raises WrongInput, which names the variable to blame, if it cannot be pickled or is larger than LARGEST."""
 
     own = getattr(function, "__name__", None) or type(function).__name__
     name = re.sub(r"\W+", "_", own, flags=re.ASCII).strip("_") or "function"
@@ -222,10 +223,10 @@ def pack(function: Any) -> Packed:
         content = _dumps(function)
         made = digest(function) if len(content) <= LARGEST else ""
     except Exception as error:
-        raise RewardError(f"{own} cannot be sent to another process{_blame(function, error)}") from error
+        raise WrongInput(f"{own} cannot be sent to another process{_blame(function, error)}") from error
     if len(content) > LARGEST:
         size, blamed = f"{len(content) / 2**20:.0f} MiB", _largest(function)
-        raise RewardError(
+        raise WrongInput(
             f"{own} must be at most {LARGEST // 2**20} MiB with all that it reads, got {size}{blamed}; load such "
             "things inside the function, or in a module that it imports"
         )
@@ -235,22 +236,22 @@ def pack(function: Any) -> Packed:
 
 def load_pickled(file: Path) -> Any:
     """The function of a file that `pack` made. What it imports is looked for where its author's process would have, in
-    the end. Raises RewardError with one sentence."""
+    the end. Raises WrongInput with one sentence."""
     try:
         first, _, content = file.read_bytes().partition(b"\n")
         head = json.loads(first)
         python, path = head["python"], head["path"]
     except OSError as error:
-        raise RewardError(f"{file} cannot be read: {error.strerror}; call learner.train again") from error
+        raise WrongInput(f"{file} cannot be read: {error.strerror}; call learner.train again") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise RewardError(f"{file} is not a function that learner.train wrote; call it again") from error
+        raise WrongInput(f"{file} is not a function that learner.train wrote; call it again") from error
     if python != PYTHON:
-        raise RewardError(f"{file} was written by Python {python}, and this is {PYTHON}; call learner.train again")
+        raise WrongInput(f"{file} was written by Python {python}, and this is {PYTHON}; call learner.train again")
     sys.path += [entry for entry in path if entry not in sys.path]
     try:
         return pickle.loads(content)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{file} does not load: {described(error)}") from error
+        raise WrongInput(f"{file} does not load: {described(error)}") from error
 
 
 def digest_in(file: Path) -> str:

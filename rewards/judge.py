@@ -33,7 +33,7 @@ from cluster.actor import within
 from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.reading import json_value, lines
-from rewards.base import RewardError, column_of, text_of
+from rewards.base import column_of, text_of
 from rewards.call import Group, Status, Verdict, failed
 from rewards.config import RewardConfig, resolved, scrubbed
 
@@ -183,22 +183,20 @@ class JudgeSettings(BaseModel):
 
 def settings_of(args: dict[str, Any], label: str) -> tuple[JudgeSettings, dict[str, Any]]:
     """The settings in the args of a reward as they stand in the configuration; and the args with their secrets in
-    place, to be kept out of messages. `label`: what messages call them. Raises RewardError."""
+    place, to be kept out of messages. `label`: what messages call them. Raises WrongInput."""
     key = args.get("api_key")
     if key is not None and not (isinstance(key, str) and re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*", key)):
-        raise RewardError(
+        raise WrongInput(
             f"{label}.api_key: must name the environment variable that has the key, env:NAME; a key in a configuration "
             "is soon in many places"
         )
     try:
         filled = resolved(args, label)
         return JudgeSettings.model_validate(filled), filled
-    except WrongInput as error:
-        raise RewardError(str(error)) from None
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in (label, *first["loc"]))
-        raise RewardError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise WrongInput(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 # What a judge has said, on disk: an answer that was paid for once is not asked for again, by a resumed run neither.
@@ -253,10 +251,6 @@ def _read(file: Path) -> dict[str, str]:
 LONGEST = 300  # characters of somebody else's words in a sentence of ours
 
 
-class JudgeFailed(Exception):
-    """The judge gave no answer; one sentence."""
-
-
 class _Message(BaseModel):
     content: str
 
@@ -292,7 +286,7 @@ class JudgeClient:
     """One endpoint. Used from one event loop."""
 
     def __init__(self, settings: JudgeSettings, share: float) -> None:
-        """share: of the requests a minute, the part of this process. Raises RewardError: the environment's proxy is one
+        """share: of the requests a minute, the part of this process. Raises WrongInput: the environment's proxy is one
         that cannot be asked."""
         import openai
 
@@ -309,7 +303,7 @@ class JudgeClient:
             http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]}, **direct)
         except (ImportError, ValueError) as error:  # of SOCKS without its package; of a kind of proxy that is unknown
             host = urlsplit(settings.base_url).hostname
-            raise RewardError(
+            raise WrongInput(
                 f"args.base_url: {settings.base_url} cannot be asked by {self._proxy or 'the proxies here'}: "
                 f"{_said(error)}; set no_proxy={host} if it is reached without, or another proxy"
             ) from None
@@ -319,7 +313,7 @@ class JudgeClient:
         )  # fmt: skip
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """What the model answers. Raises JudgeFailed."""
+        """What the model answers. Raises ValueError: it gave no answer; one sentence."""
         tries = f"{self._settings.retries + 1} tries"
         asked = self._settings.base_url if self._proxy is None else f"{self._settings.base_url} by {self._proxy}"
         try:
@@ -329,19 +323,19 @@ class JudgeClient:
                     model=self._settings.model, messages=list(messages), extra_body=self._settings.options
                 )
         except self._errors.APITimeoutError:
-            raise JudgeFailed(f"no answer within {self._settings.request_s:g} s, in {tries}") from None
+            raise ValueError(f"no answer within {self._settings.request_s:g} s, in {tries}") from None
         except self._errors.APIConnectionError as error:
-            raise JudgeFailed(f"{asked} cannot be reached ({_said(error.__cause__)})") from None
+            raise ValueError(f"{asked} cannot be reached ({_said(error.__cause__)})") from None
         except self._errors.APIStatusError as error:
             body = error.response.text[:LONGEST]
-            raise JudgeFailed(f"{asked} answers {error.status_code}: {_line(body)}") from None
+            raise ValueError(f"{asked} answers {error.status_code}: {_line(body)}") from None
         except self._errors.OpenAIError as error:
-            raise JudgeFailed(_said(error)) from None
+            raise ValueError(_said(error)) from None
         try:
             return _Completion.model_validate_json(raw.http_response.content).choices[0].message.content
         except ValidationError:
             text = raw.http_response.text[:LONGEST]
-            raise JudgeFailed(f"{asked} answers what is no chat completion: {_line(text)}") from None
+            raise ValueError(f"{asked} answers what is no chat completion: {_line(text)}") from None
 
     async def close(self) -> None:
         """Lets go of its connections."""
@@ -364,16 +358,16 @@ class Judge:
 
     def __init__(self, reward: RewardConfig, name: str, folder: Path | None, share: float) -> None:
         """folder: where answers are kept; null: nowhere. share: of the requests a minute, the part of this process.
-        Raises RewardError: an arg is wrong, or its environment variable is not set."""
+        Raises WrongInput: an arg is wrong, or its environment variable is not set."""
         self._settings, self._args = settings_of(reward.args, f"reward {name!r}: args")
         if reward.env:
-            raise RewardError(f"reward {name!r}: env: a judge has its key from args.api_key: env:NAME; leave env out")
+            raise WrongInput(f"reward {name!r}: env: a judge has its key from args.api_key: env:NAME; leave env out")
         self._timeout_s = reward.timeout_s
         self._cache = JudgeCache(folder)
         try:
             self._client = JudgeClient(self._settings, share)
-        except RewardError as error:
-            raise RewardError(f"reward {name!r}: {error}") from None
+        except WrongInput as error:
+            raise WrongInput(f"reward {name!r}: {error}") from None
 
     async def verdict(self, group: Group) -> Verdict:
         """Of a group, within the reward's timeout_s. Completions that are alike are asked about once. One that the
@@ -402,16 +396,16 @@ class Judge:
         reference = "" if settings.column is None else _reference(group.columns, settings.column, i)
         return _Asked(settings, _conversation(group.prompts[i]), text_of(group.completions[i]), reference)
 
-    async def _number(self, asked: "_Asked") -> float:
-        """Raises JudgeFailed."""
+    async def _number(self, asked: "_Asked") -> float | str:
+        """In words why there is none."""
         kept = self._cache.get(asked.key)
         try:
             if kept is not None:
                 return self._settings.score(kept, asked.mark)
             said = await self._client.ask(asked.messages)
             score = self._settings.score(said, asked.mark)
-        except (JudgeFailed, ValueError) as error:
-            raise JudgeFailed(scrubbed(str(error), self._args)) from None
+        except ValueError as error:
+            return str(scrubbed(str(error), self._args))
         self._cache.put(asked.key, said, {"score": score, "answer": asked.answer})
         return score
 
@@ -453,15 +447,20 @@ def _conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     return turns[0][1] if len(turns) == 1 else "\n\n".join(f"[{role}]\n{text}" for role, text in turns)
 
 
-def _verdict(found: Sequence[float | BaseException]) -> Verdict:
+def _verdict(found: Sequence[float | str | BaseException]) -> Verdict:
+    """Of each completion its number, or why there is none."""
     values = [value if isinstance(value, float) else math.nan for value in found]
-    errors = [one for one in found if isinstance(one, BaseException)]
-    for error in errors:
-        if not isinstance(error, JudgeFailed | asyncio.CancelledError):
-            raise error
-    if not errors:
+    words = [_why(one) for one in found if not isinstance(one, float)]
+    if not words:
         return Verdict("ok", list(values))
-    words = [LATE if isinstance(one, asyncio.CancelledError) else str(one) for one in errors]
     status: Status = "timeout" if set(words) == {LATE} else "error"
     first = next((text for text in words if text != LATE), LATE)
-    return Verdict(status, list(values), f"{len(errors)} of {len(found)} were not judged, first: {first}")
+    return Verdict(status, list(values), f"{len(words)} of {len(found)} were not judged, first: {first}")
+
+
+def _why(one: str | BaseException) -> str:
+    if isinstance(one, asyncio.CancelledError):
+        return LATE
+    if isinstance(one, BaseException):
+        raise one
+    return one

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cluster.confinement import limit
-from rewards.base import RewardError, said
+from cluster.errors import WrongInput
+from rewards.base import said
 
 # The environment of a reward process: what programs need to run, and no tokens but those that a reward names.
 #
@@ -98,10 +99,10 @@ class _Watched(os._Environ[str]):
 
 
 def values_of(names: Sequence[str], label: str) -> dict[str, str]:
-    """The variables that a reward names, as they are here. Raises RewardError if one is not set."""
+    """The variables that a reward names, as they are here. Raises WrongInput if one is not set."""
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise RewardError(
+        raise WrongInput(
             f"{label}: env: must name variables that are set where rewards run, and {', '.join(missing)} is not; "
             "export it before the run, or take it out of env"
         )

@@ -20,9 +20,10 @@ from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from cluster.by_path import BEGIN, INIT, name_of
+from cluster.errors import WrongInput
 from cluster.own_path import PACKAGES
 from rewards import functions
-from rewards.base import ADAPTER, JUDGE, Reward, RewardError
+from rewards.base import ADAPTER, JUDGE, Reward
 from rewards.limits import described
 
 # The user's own files that a file imports: what lies beside it, as `helpers.py` or a package there. None is run.
@@ -143,16 +144,16 @@ def load(use: str) -> Reward:
     """The function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
     `path/file.pickle:function` (rewards.functions). Of a class with `__call__` (ms-swift's) an instance of it.
 
-    Raises RewardError with one sentence: what is missing, and what there is instead.
+    Raises WrongInput with one sentence: what is missing, and what there is instead.
     """
     if use == JUDGE:
-        raise RewardError(f"{use!r} is no function: rewards.pool asks it; give a function")
+        raise WrongInput(f"{use!r} is no function: rewards.pool asks it; give a function")
     if use in BUILT_INS:
         return _built_in(use)
     if use.startswith(ADAPTER):
-        raise RewardError(f"{use!r} is a reward model, which the learner scores; give a function")
+        raise WrongInput(f"{use!r} is a reward model, which the learner scores; give a function")
     if ":" not in use and not use.endswith(".py"):
-        raise RewardError(no_function(use))
+        raise WrongInput(no_function(use))
     found = load_own(use, "my_reward")
     return _instance(found, use) if isinstance(found, type) else cast(Reward, found)
 
@@ -179,11 +180,11 @@ def _model(use: str) -> str | None:
 
 def _instance(kind: type, use: str) -> Reward:
     if not _has_call(kind):
-        raise RewardError(f"{use}: is a class without __call__; write __call__(self, completions, **kwargs)")
+        raise WrongInput(f"{use}: is a class without __call__; write __call__(self, completions, **kwargs)")
     try:
         return cast(Reward, kind())
     except (Exception, SystemExit) as error:
-        raise RewardError(
+        raise WrongInput(
             f"{use}: is a class, made without arguments, and raised {described(error, caller=__file__)}; if it wants "
             f"some, make it in your file, reward = {kind.__name__}(...), and use: file.py:reward"
         ) from error
@@ -205,7 +206,7 @@ def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
 
 def load_own(use: str, example: str) -> Callable[..., Any]:
     """The callable that `use` names, which is no built-in; `example` is a name for the sentence to whoever forgot it,
-    and begins with a capital where a class will do. Raises RewardError with one sentence, whatever the callable is
+    and begins with a capital where a class will do. Raises WrongInput with one sentence, whatever the callable is
     for."""
     place, _, function = use.rpartition(":")
     if place.endswith(functions.SUFFIX):
@@ -213,7 +214,7 @@ def load_own(use: str, example: str) -> Callable[..., Any]:
     if not place:
         place, function = use, ""
     if place in PACKAGES and Path(f"{place}.py").is_file():
-        raise RewardError(f"{use!r} names gleaner's own package {place}; for your file write {place}.py:{function}")
+        raise WrongInput(f"{use!r} names gleaner's own package {place}; for your file write {place}.py:{function}")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     return _function(module, function, use, example)
 
@@ -223,7 +224,7 @@ def _built_in(name: str) -> Reward:
     try:
         return cast(Reward, getattr(importlib.import_module(module), function))
     except ModuleNotFoundError as error:
-        raise RewardError(
+        raise WrongInput(
             f"reward {name!r} needs the package {error.name}, which is not installed; "
             f"run: pip install {EXTRAS.get(name, error.name)}"
         ) from error
@@ -234,13 +235,13 @@ def _import_module(name: str) -> ModuleType:
         with _on_path(Path.cwd()):  # `python -m` has it, a console script or a Ray worker may not
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"module {name!r} does not import: {described(error)}") from error
+        raise WrongInput(f"module {name!r} does not import: {described(error)}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise RewardError(no_file(path))
+        raise WrongInput(no_file(path))
     package = _package_of(path)
     name = name_of(path) if package is None else ".".join((name_of(package), *_parts(path, package)))
     if name in sys.modules:
@@ -251,7 +252,7 @@ def _import_file(path: Path) -> ModuleType:
         with _on_path(path.parent):
             module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{path} does not import: {described(error)}") from error
+        raise WrongInput(f"{path} does not import: {described(error)}") from error
     finally:
         _forget({path.parent}, before)
     _keep_on_path(path.parent)
@@ -323,12 +324,12 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
     own = [n for n, one in vars(module).items() if _own(one, module.__name__, classes)]
     there = f"{plural} there: {', '.join(own) or 'none'}"
     if found is not None:
-        raise RewardError(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a {wanted}; {there}")
+        raise WrongInput(f"{module.__file__}: {name!r} is a {type(found).__name__}, not a {wanted}; {there}")
     if not name:
-        raise RewardError(
+        raise WrongInput(
             f"{use!r} names no {wanted}; write it after a colon, as in {use.rstrip(':')}:{example}; {there}"
         )
-    raise RewardError(f"{module.__file__} has no {wanted} {name!r}; {there}")
+    raise WrongInput(f"{module.__file__} has no {wanted} {name!r}; {there}")
 
 
 def _own(value: Any, module: str, classes: bool) -> bool:

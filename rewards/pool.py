@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cluster.errors import WrongInput
 from rewards import limits
-from rewards.base import JUDGE, RewardError, RewardFailed, by_row
+from rewards.base import JUDGE, by_row
 from rewards.call import Group, Status, Verdict
 from rewards.config import RewardConfig, resolved, resolved_names
 from rewards.limits import values_of
@@ -244,7 +244,7 @@ class RewardPool:
         """`workers`: processes, each making one call at a time, or several of an asynchronous function; none without
         functions, and nothing is scored then. `memory_bytes`: the most that each may hold. `printed`: the file for what
         functions print (None: standard error). Raises ValueError without a
-        worker, RewardError for a variable that is named and not set, and for wrong args of a judge."""
+        worker, WrongInput for a variable that is named and not set, and for wrong args of a judge."""
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
         self.names = resolved_names(rewards)
@@ -256,14 +256,14 @@ class RewardPool:
     async def score(self, group: Group) -> Scores:
         """Scores one group.
 
-        Raises RewardFailed if one with `on_error: fail` was not ok. Cancelling it stops the reward functions, once
+        Raises WrongInput if one with `on_error: fail` was not ok. Cancelling it stops the reward functions, once
         nobody waits for another group of the same message.
         """
         begin = time.perf_counter()
         verdicts = await self.verdicts(group)
         for i, (reward, verdict) in enumerate(zip(self._rewards, verdicts, strict=True)):
             if verdict.status != "ok" and reward.on_error == "fail":
-                raise RewardFailed(self.sentence(i, verdict))
+                raise WrongInput(self.sentence(i, verdict))
         return self.combine(verdicts, len(group.completions), (time.perf_counter() - begin) * 1e3)
 
     async def verdicts(self, group: Group, places: Sequence[int] | None = None) -> list[Verdict]:
@@ -346,7 +346,7 @@ class RewardPool:
 
 
 def _call(reward: RewardConfig, name: str, judged: Judging) -> "Function | Judge":
-    """Raises RewardError."""
+    """Raises WrongInput."""
     if reward.use == JUDGE:
         from rewards.judge import Judge
 
@@ -370,10 +370,7 @@ def _joined(sentences: Iterable[str]) -> str | None:
 
 
 def _arguments(reward: RewardConfig, name: str) -> dict[str, Any]:
-    try:
-        return resolved(reward.args, f"reward {name!r}: args")
-    except WrongInput as error:
-        raise RewardError(str(error)) from None
+    return resolved(reward.args, f"reward {name!r}: args")
 
 
 # Reward functions in a process that is asked by others: generators, of their own node or another.
@@ -383,7 +380,7 @@ class RewardService(Protocol):
     """What may be asked of it: the methods that cluster.actor.Actor.call takes at that border."""
 
     async def score(self, group: Group) -> Scores | str:
-        """As RewardPool.score; the text of RewardFailed in place of raising it."""
+        """As RewardPool.score; the text of WrongInput in place of raising it."""
 
     async def close(self) -> None:
         """Ends the reward functions."""
@@ -401,7 +398,7 @@ class RewardServer:
     async def score(self, group: Group) -> Scores | str:
         try:
             return await self._pool.score(group)
-        except RewardFailed as error:  # its type would be lost on the way
+        except WrongInput as error:  # its type would be lost on the way
             return str(error)
 
     async def close(self) -> None:

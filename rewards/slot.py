@@ -29,9 +29,10 @@ from pebble import ProcessExpired, ProcessPool
 from cluster.actor import within
 from cluster.child import end_with_parent
 from cluster.confinement import limit
+from cluster.errors import WrongInput
 from cluster.machine import MARK, orphans, sweep
 from rewards import call, limits
-from rewards.base import Reward, RewardError
+from rewards.base import Reward
 from rewards.call import Verdict, failed
 from rewards.code import process
 from rewards.loader import BUILT_INS, load
@@ -84,7 +85,7 @@ def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[
             reward = _loaded(use)
             if use in BUILT_INS and "model" in args and (own := getattr(reward, "prepare", None)) is not None:
                 own(**args)
-    except RewardError as error:
+    except WrongInput as error:
         return os.getpid(), str(error)
     except Exception as error:
         if not limits.memory_met(error):
@@ -232,6 +233,8 @@ class Slot:
                     return None
             timeout_s = asked[0].call.timeout_s
             verdicts = await self._run(scores, (tasks, timeout_s), timeout_s + TOLD_S)
+            if verdicts is None:
+                return None
             if not any(verdict.spent for verdict in verdicts):
                 return verdicts
             await self._replace()
@@ -270,15 +273,14 @@ class Slot:
         """Of a process that has loaded the reward. Raises BrokenProcessPool where that ended before pebble had noted
         that it took the task."""
         try:
-            return await self._run(score, (call.use, call.args, call.env, group, call.timeout_s), call.timeout_s)
+            verdict = await self._run(score, (call.use, call.args, call.env, group, call.timeout_s), call.timeout_s)
         except TimeoutError:
             self._sweep()
             return failed("timeout", size, f"no answer within {call.timeout_s:g} s, so its process was killed")
         except ProcessExpired as error:
             self._sweep()
             return failed("error", size, f"its process died: {_death(error)}")
-        except _Closed:
-            return failed("error", size, "the reward pool was closed before it answered")
+        return failed("error", size, "the reward pool was closed before it answered") if verdict is None else verdict
 
     async def _prepare(self, call: Call) -> str:
         """Brings up a worker that has loaded the reward. Returns what went wrong, or ''."""
@@ -287,7 +289,7 @@ class Slot:
             if not self._closed and not self._pool.active:
                 await asyncio.to_thread(self._restart)
             try:
-                pid, problem = await self._run(prepare, (call.use, call.args, call.env), START_S)
+                loaded = await self._run(prepare, (call.use, call.args, call.env), START_S)
             except TimeoutError:
                 self._sweep()
                 return f"did not load within {START_S:g} s; {_quicker(call.use)}"
@@ -295,8 +297,9 @@ class Slot:
                 self._sweep()
                 death = f"its process died while loading: {_death(error)}"
                 continue
-            except _Closed:
+            if loaded is None:
                 return "the reward pool is closed"
+            pid, problem = loaded
             if self._pid not in (None, pid):
                 self._sweep()
             self._pid = pid
@@ -305,10 +308,11 @@ class Slot:
             return problem
         return death
 
-    async def _run(self, function: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T:
-        """Raises TimeoutError, ProcessExpired, BrokenProcessPool or _Closed. Cancelling it kills the worker's task."""
+    async def _run(self, function: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T | None:
+        """None: it was closed. Raises TimeoutError, ProcessExpired or BrokenProcessPool. Cancelling it kills the
+        worker's task."""
         if self._closed:
-            raise _Closed
+            return None
         try:
             self._running = self._pool.schedule(function, args=args, timeout=timeout_s)
         except RuntimeError as error:  # the pool is broken
@@ -320,7 +324,7 @@ class Slot:
                 await asyncio.wait([waiting])
             # close() cancels what pebble leaves unanswered; what pebble breaks off is answered with an exception.
             if waiting.cancelled() or (self._closed and waiting.exception() is not None):
-                raise _Closed
+                return None
             answer: T = waiting.result()
             return answer
         except TimeoutError:
@@ -359,10 +363,6 @@ class Slot:
         self._sweep()
         if self._running is not None:
             self._running.cancel()
-
-
-class _Closed(Exception):
-    pass
 
 
 def _stop(pool: ProcessPool) -> None:

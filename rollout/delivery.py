@@ -116,10 +116,6 @@ def difference(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
     return float(np.sqrt(np.mean(np.square(apart[: max(len(apart) - 1, 1)]))))
 
 
-class DeliveryError(RuntimeError):
-    """A generator does not hold the policy it was sent."""
-
-
 class Receipt(NamedTuple):
     """A generator's answer to a policy that it was sent.
 
@@ -133,9 +129,9 @@ class Receipt(NamedTuple):
 
 
 def check_digest(policy: PolicyId | SentPolicy, worker: str, digest: str) -> None:
-    """DeliveryError if the worker loaded other bytes than were sent."""
+    """RuntimeError if the worker loaded other bytes than were sent."""
     if digest != policy.digest:
-        raise DeliveryError(
+        raise RuntimeError(
             f"{worker}: policy v{policy.version} arrived with digest {digest[:12]}, sent was "
             f"{policy.digest[:12]}: the transport corrupts policies"
         )
@@ -165,14 +161,14 @@ class Push:
     dtype: str
 
     async def verify(self, worker: str, answer: Answer, evidence: Evidence) -> None:
-        """DeliveryError names worker, version, and what differs. `evidence` is the worker's, and grows by this."""
+        """RuntimeError names worker, version, and what differs. `evidence` is the worker's, and grows by this."""
         expected = await asyncio.shield(self.expected)
         self.check_held(worker, answer.held, expected.held)
         self.check_logprobs(worker, answer.logprobs, expected.logprobs)
         self.check_movement(worker, answer.logprobs, expected.logprobs, evidence)
 
     def check_held(self, worker: str, found: Held, expected: Held) -> None:
-        """DeliveryError unless the engine computes with the very tensors that were sent, and with no others.
+        """RuntimeError unless the engine computes with the very tensors that were sent, and with no others.
 
         What it cannot read back (Held.unread) is left to the logprobs.
         """
@@ -180,7 +176,7 @@ class Push:
         wrong = {name for name, digest in found.tensors.items() if expected.tensors.get(name) != digest}
         differing = sorted(wrong | (names - found.tensors.keys() - set(found.unread)))
         if differing:
-            raise DeliveryError(
+            raise RuntimeError(
                 f"{worker}: acknowledged v{self.policy_id.version}, but its engine computes with other tensors than "
                 f"were sent: {len(differing)} of {len(names)} differ, first {differing[0]}. The run stops, since it "
                 "would learn from another policy's samples; start it again from its last checkpoint, and report this "
@@ -188,10 +184,10 @@ class Push:
             )
 
     def check_logprobs(self, worker: str, found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
-        """DeliveryError if they differ by more than the compute type explains."""
+        """RuntimeError if they differ by more than the compute type explains."""
         apart = difference(found, expected, self.dtype)
         if not apart <= TOLERANCE[self.dtype]:
-            raise DeliveryError(
+            raise RuntimeError(
                 f"{worker}: adapter v{self.policy_id.version} is not what it generates with: its logprobs of the probe "
                 f"differ from the learner's by {apart:.3g} nats, allowed is {TOLERANCE[self.dtype]:g} ({self.dtype}). "
                 "The run stops, since it would learn from another policy's samples"
@@ -204,11 +200,11 @@ class Push:
         expected: npt.NDArray[np.float32],
         evidence: Evidence,
     ) -> None:
-        """DeliveryError if the generator's logprobs do not follow the learner's from version to version."""
+        """RuntimeError if the generator's logprobs do not follow the learner's from version to version."""
         version = self.policy_id.version
         stuck = evidence.add(version, self.probe_ids, found, expected)
         if stuck is not None:
-            raise DeliveryError(
+            raise RuntimeError(
                 f"{worker}: acknowledged v{version}, but generates as under v{stuck.since}: since then the learner's "
                 f"logprobs of the probe went {stuck.way:.2g} nats, its own went {stuck.share:.0%} of that way. "
                 "The run stops, since it would learn from another policy's samples; start it again from its last "

@@ -123,7 +123,7 @@ class PolicyFeed:
         return True
 
     async def prove(self, push: Push) -> None:
-        """Asks the worker which tensors it computes with and what they say of the probe; DeliveryError if that is not
+        """Asks the worker which tensors it computes with and what they say of the probe; RuntimeError if that is not
         the policy that was sent."""
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
@@ -160,10 +160,6 @@ T = TypeVar("T")
 MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
 
 
-class GivenUp(RuntimeError):
-    """A worker was lost for a reason that fresh processes do not cure; the text names it and the last cause."""
-
-
 class Losses:
     """How often in a row a worker was lost, and of what."""
 
@@ -176,23 +172,23 @@ class Losses:
         self.count, self._reason = 0, None
 
     def add(self, error: ActorDied | DeadlineExceeded) -> None:
-        """Counts a loss. Raises GivenUp after too many, or when the same cause comes twice in a row: a fresh process
-        would end alike."""
+        """Counts a loss. Raises RuntimeError after too many, or when the same cause comes twice in a row: a fresh
+        process would end alike."""
         self.count += 1
         if isinstance(error, StartFailed) and error.wrong_input:
             raise error
         before, self._reason = self._reason, error.reason if isinstance(error, ActorDied) else None
         if self._reason is not None and self._reason == before:
-            raise GivenUp(f"{error} (twice in a row, so it is not tried again)") from error
+            raise RuntimeError(f"{error} (twice in a row, so it is not tried again)") from error
         if self.count > MAX_REVIVALS:
-            raise GivenUp(
+            raise RuntimeError(
                 f"{self.name}: lost {self.count} times in a row without finishing a group; last: {error}"
             ) from error
         log.warning("%s; starting a fresh process (%d of %d)", error, self.count, MAX_REVIVALS)
 
 
 async def until_started(name: str, start: Callable[[], Awaitable[None]], again: Callable[[], Awaitable[None]]) -> None:
-    """Awaits start(); while the process is lost in it, awaits again(). Raises GivenUp, StartFailed,
+    """Awaits start(); while the process is lost in it, awaits again(). Raises RuntimeError, StartFailed,
     DeadlineExceeded."""
     losses = Losses(name)
     while True:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from cluster.actor import Actor
-from rewards.base import RewardFailed
+from cluster.errors import WrongInput
 from rewards.call import Group
 from rewards.pool import RewardService, Scores
 
@@ -122,7 +122,7 @@ class SharedScorer:
         self._asked: Counter[str] = Counter()  # groups under way, by the name of the process
 
     async def score(self, group: Group) -> Scores:
-        """Raises RewardFailed as RewardPool.score; ActorDied, DeadlineExceeded, RemoteError."""
+        """Raises WrongInput as RewardPool.score; ActorDied, DeadlineExceeded, RemoteError."""
         begin = time.perf_counter()
         process = min(self._processes, key=lambda one: self._asked[one.name])
         self._asked[process.name] += 1
@@ -131,7 +131,7 @@ class SharedScorer:
         finally:
             self._asked[process.name] -= 1
         if isinstance(said, str):
-            raise RewardFailed(said)
+            raise WrongInput(said)
         return replace(said, ms=(time.perf_counter() - begin) * 1e3)
 
     def close(self) -> None:

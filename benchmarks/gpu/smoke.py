@@ -152,7 +152,7 @@ class Delivery:
         self._evidence = Evidence()
 
     async def of(self, sent: Sent) -> Answer:
-        """The engine's answer. Raises DeliveryError if the policy did not arrive."""
+        """The engine's answer. Raises RuntimeError if the policy did not arrive."""
         expected: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         expected.set_result(sent.answer)
         push = Push(Shared(sent.policy), sent.policy.policy_id, tuple(self._ids), expected, self._dtype)

@@ -34,7 +34,7 @@ from cluster.errors import WrongInput
 from learner.algo.advantage import is_noise
 from learner.algo.surrogates import SURROGATES, LossConfig, Objective
 from learner.batch.micro_batch import MicroBatch
-from rewards.base import RewardError, said
+from rewards.base import said
 from rewards.loader import load
 
 # The completion tokens of a micro-batch, as a surrogate objective sees them. Letters: N and C as in learner.batch.
@@ -121,7 +121,7 @@ def function_of(ratio: str) -> Callable[..., Objective]:
         return SURROGATES[ratio].function
     try:
         return cast(Callable[..., Objective], load(ratio))
-    except RewardError as error:
+    except WrongInput as error:
         raise WrongInput(f"{KEY}: {error}") from error
 
 

@@ -20,7 +20,6 @@ from learner.api.process import InputError
 from learner.config import RunConfig, load
 from learner.config.load import place_of
 from rewards import functions
-from rewards.base import RewardError
 from rollout.config import OF_HELD_OUT, OF_ITS_PATH
 
 # Python values -> what a configuration file or a row of JSON lines holds.
@@ -98,7 +97,7 @@ class Inputs:
             )
         try:
             packed = functions.pack(function)
-        except RewardError as error:
+        except WrongInput as error:
             raise InputError(f"{where}: {error}") from error
         return f"{self._add(packed.digest, f'{packed.name}{functions.SUFFIX}', packed.content)}:{packed.name}"
 

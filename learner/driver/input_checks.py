@@ -24,7 +24,7 @@ from learner.driver.failure import Findings
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
 from learner.model.adapter_config import NOTE, check_reference, follow, read_adapter, read_content, served
-from rewards.base import RewardError, tag_of
+from rewards.base import tag_of
 from rewards.built_in.format import TAGS
 from rewards.built_in.unit_tests import late
 from rewards.call import Group
@@ -177,7 +177,7 @@ def check_grammar(config: RunConfig) -> None:
 
 def check_uses(config: RunConfig) -> None:
     """Whether there are the built-ins, and the files of functions, that rewards name: of one that cannot be tried yet.
-    Raises RewardError with a line for each."""
+    Raises WrongInput with a line for each."""
     wrong = []
     for reward in functions_of(config.rewards):
         place, colon, _ = reward.use.rpartition(":")
@@ -187,7 +187,7 @@ def check_uses(config: RunConfig) -> None:
         elif not colon and not file.endswith(".py") and reward.use not in BUILT_INS:
             wrong.append(f"reward {reward.name!r}: {no_function(reward.use)}")
     if wrong:
-        raise RewardError("\n".join(wrong))
+        raise WrongInput("\n".join(wrong))
 
 
 def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
@@ -196,7 +196,7 @@ def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
 
 
 def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
-    """Each function once, in a worker process like those of the run. Lines about those that work. Raises RewardError,
+    """Each function once, in a worker process like those of the run. Lines about those that work. Raises WrongInput,
     WrongInput."""
     functions = functions_of(config.rewards)
     if not functions:

@@ -43,10 +43,6 @@ Message = dict[str, str]
 PAIRS, EVAL = Names("pairs", "--split", others=""), Names("--eval", "--eval-split", others="")
 
 
-class NoPair(WrongInput):
-    """An answer is missing, or empty."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Token ids: [P] of the prompt, [T] of each answer, the end token included."""
@@ -69,21 +65,24 @@ def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = P
 
     Raises WrongInput, and what rollout.data.sources raises (WrongInput), which calls its arguments `names`.
     """
-    end, pairs, wrong, empty = _end(chat), [], [], []
+    end, pairs = _end(chat), []
+    wrong, empty = list[str](), list[str]()
     rows = sources.read(path, split, {}, None, seed=0, names=names)
     for number, row in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        if (lack := _lack(row, where)) is not None:
+            empty.append(lack)
+            continue
         try:
-            pairs.append(_pair(row, chat, end, f"{path}, row {number}"))
-        except NoPair as error:
-            empty.append(error)
+            pairs.append(_pair(row, chat, end, where))
         except WrongInput as error:
-            wrong.append(error)
+            wrong.append(str(error))
     if 2 * len(empty) >= len(rows):
         wrong = empty + wrong
     if len(wrong) > 1:
         raise WrongInput(f"{wrong[0]}; {len(wrong) - 1} other rows cannot be learned from either")
     if wrong:
-        raise wrong[0]
+        raise WrongInput(wrong[0])
     if empty:
         print(f"{len(empty)} of {len(rows)} rows are left out: {empty[0]}")
     return pairs
@@ -98,13 +97,18 @@ def _end(chat: Chat) -> str:
     return past.partition(MARKER)[2]
 
 
-def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
+def _lack(row: Row, where: str) -> str | None:
+    """What is said of a row of which an answer is missing, or empty."""
     missing = [name for name in ("chosen", "rejected") if row.get(name) in (None, "", [])]
-    if missing:
-        raise NoPair(
-            f"pairs: each row must give chosen and rejected, {where} has no {' and no '.join(missing)} (its columns: "
-            f"{', '.join(row)}); rename the columns, or take the row out"
-        )
+    if not missing:
+        return None
+    return (
+        f"pairs: each row must give chosen and rejected, {where} has no {' and no '.join(missing)} (its columns: "
+        f"{', '.join(row)}); rename the columns, or take the row out"
+    )
+
+
+def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
     prompt = _messages(row.get("prompt") or [], "user", f"prompt of {where}")
     chosen, rejected = (_answer(row, name, prompt, where) for name in ("chosen", "rejected"))
     if not prompt and isinstance(row["chosen"], str):

@@ -26,7 +26,7 @@ from learner.tools import evaluation
 from learner.tools.eval_meant import of_other_data
 from learner.tools.reported import reported
 from learner.tools.rewards_try import RewardsTryRequest
-from rewards.base import RewardError, opening_at_end
+from rewards.base import opening_at_end
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig, adapters_of, functions_of
@@ -174,7 +174,7 @@ def _plain(case: Case) -> str:
 async def score(
     rewards: Sequence[RewardConfig], memory_bytes: int, texts: Texts, cases: Sequence[Case]
 ) -> list[Scored]:
-    """A row after the other, its completions as one group. Raises RewardError for functions that do not load, or end
+    """A row after the other, its completions as one group. Raises WrongInput for functions that do not load, or end
     their process, on the first row."""
     found: list[Scored] = []
     async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
@@ -182,7 +182,7 @@ async def score(
             verdicts = await pool.verdicts(texts.group(case))
             unusable = [i for i, one in enumerate(verdicts) if one.status == "error" and not one.ms and not found]
             if unusable:
-                raise RewardError("\n".join(pool.sentence(i, verdicts[i]) for i in unusable))
+                raise WrongInput("\n".join(pool.sentence(i, verdicts[i]) for i in unusable))
             ms = [verdict.ms for verdict in verdicts]
             found.append(Scored(case, pool.combine(verdicts, len(case.completions), sum(ms)), ms))
     return found

@@ -5,7 +5,6 @@ from typing import Any
 
 from rewards.base import check_tag, column_of, text_of
 from rewards.built_in.json_text import (
-    NoJson,
     as_json,
     gold_json,
     json_of,
@@ -30,9 +29,15 @@ def json_match(
     scores = []
     for completion, gold in zip(completions, column_of(columns, column), strict=True):
         right = without_nulls(_gold(gold))
+        text = text_of(completion)
         try:
-            scores.append(_common(without_nulls(json_of(text_of(completion), tag)), right))
-        except (NoJson, RecursionError):
+            found = json_of(text, tag)
+        except ValueError:
+            scores.append(0.0)
+            continue
+        try:
+            scores.append(_common(without_nulls(found), right))
+        except RecursionError:
             scores.append(0.0)
     return scores
 

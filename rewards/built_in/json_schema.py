@@ -11,7 +11,6 @@ from referencing.jsonschema import specification_with
 
 from rewards.base import Zeroed, check_tag, column_of, text_of
 from rewards.built_in.json_text import (
-    NoJson,
     as_json,
     gold_json,
     json_of,
@@ -50,13 +49,21 @@ def json_schema(
         score = 0.0
         try:
             with patience.with_one():
-                score = float(validator.is_valid(json_of(text_of(completion), tag)))
-        except (NoJson, RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
+                score = float(_fits(validator, text_of(completion), tag))
+        except (RecursionError, OverflowError):  # of what was written: too deep, or a number beyond all others
             pass
         except Late:
             why[len(scores)] = f"not held against its schema within {_SECONDS:g} s: a pattern in it may backtrack"
         scores.append(score)
     return Zeroed(scores, why)
+
+
+def _fits(validator: Any, text: str, tag: str | None) -> bool:
+    try:
+        found = json_of(text, tag)
+    except ValueError:
+        return False
+    return bool(validator.is_valid(found))
 
 
 def _text(schema: Any) -> str:

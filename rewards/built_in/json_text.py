@@ -10,21 +10,18 @@ from rewards.base import tagged
 _FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL | re.IGNORECASE)
 
 
-class NoJson(ValueError):
-    """The text is no JSON value."""
-
-
 def json_of(text: str, tag: str | None = None) -> Any:
     """The value that `text` is, white space and a fence of three backquotes aside, or what stands in its last
-    `<tag>...</tag>`. Raises NoJson: anything else stands there, a key comes twice, or it is nested too deep to read."""
+    `<tag>...</tag>`. Raises ValueError: anything else stands there, a key comes twice, or it is nested too deep to
+    read."""
     inside = text.strip() if tag is None else tagged(text, tag)
     if inside is None:
-        raise NoJson
+        raise ValueError("there is no such tag")
     fenced = _FENCED.fullmatch(inside)
     try:
         return json.loads(fenced[1] if fenced else inside, parse_constant=_refuse, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise NoJson from error
+        raise ValueError("it is no JSON value") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -91,10 +91,6 @@ _CHANGES = ("os.", "shutil.", "ctypes.", "signal.", "tempfile.")  # audit events
 _READS = ("os.listdir", "os.scandir", "os.walk")  # but these, of which imports are made
 
 
-class NotEvaluated(Exception):
-    """What a call refuses to evaluate; the reason."""
-
-
 class Scored(NamedTuple):
     """The score of a call: 0 where it has none, since it raised an exception (in words), or (`why`) since it was late,
     ended its process, or refused."""
@@ -104,8 +100,8 @@ class Scored(NamedTuple):
     why: str = ""
 
 
-def forked_scores(calls: Sequence[Callable[[], float]]) -> list[Scored]:
-    """What becomes of each call.
+def forked_scores(calls: Sequence[Callable[[], float | Scored]]) -> list[Scored]:
+    """What becomes of each call, which may say so itself.
 
     To be called where no other thread holds a lock that a call needs. Raises OSError if no process can be started.
     """
@@ -123,11 +119,10 @@ def _walls(most: int) -> None:
     sys.addaudithook(_refuse)
 
 
-def _scored(call: Callable[[], float]) -> Scored:
+def _scored(call: Callable[[], float | Scored]) -> Scored:
     try:
-        return Scored(float(call()))
-    except NotEvaluated as error:
-        return Scored(0.0, why=str(error)[:_LONGEST])
+        found = call()
+        return found if isinstance(found, Scored) else Scored(float(found))
     except Exception as error:
         return Scored(0.0, f"{type(error).__name__}: {said(error)}"[:_LONGEST])
 
@@ -289,9 +284,9 @@ def _confined(answers: Sequence[tuple[Scorer, str, Mapping[str, Any]]]) -> list[
     return found
 
 
-def _evaluated(scorer: Scorer, said: str, entry: Mapping[str, Any]) -> float:
+def _evaluated(scorer: Scorer, said: str, entry: Mapping[str, Any]) -> float | Scored:
     if said != entry["answer"] and is_code(said):
-        raise NotEvaluated("the answer is code, and no formula or literal")
+        return Scored(0.0, why="the answer is code, and no formula or literal")
     return scorer(answer=said, entry=entry)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rewards.base import RewardError, text_of
+from cluster.errors import WrongInput
+from rewards.base import text_of
 from rewards.limits import DEVICE
 
 OTHER_HEADS = ("lm_head.", "cls.")  # beside the classifier's, of the language model that it was made from
@@ -40,7 +41,7 @@ def sequence_classifier(
         model: folder or hub name. output: which logit, of a model that has several. batch: sequences at once.
 
     Raises:
-        RewardError: the model has several outputs and none is chosen.
+        WrongInput: the model has several outputs and none is chosen.
     """
     import torch
 
@@ -66,11 +67,11 @@ def sequence_classifier(
 
 
 def prepare(*, model: str, output: int | None = None, **_: Any) -> _Classifier:
-    """Loads the model. Raises RewardError: it cannot be, or `output` is none of its outputs."""
+    """Loads the model. Raises WrongInput: it cannot be, or `output` is none of its outputs."""
     loaded = _load(model)
     labels = loaded.model.config.num_labels
     if (output is None and labels != 1) or not 0 <= (output or 0) < labels:
-        raise RewardError(
+        raise WrongInput(
             f"args.output: must be one of 0 to {labels - 1}, the outputs of {model}, got {output}; choose one"
         )
     return loaded
@@ -90,10 +91,10 @@ def _load(model: str) -> _Classifier:
         )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise RewardError(f"args.model: {model} is no sequence-classification model ({reason}); give another") from None
+        raise WrongInput(f"args.model: {model} is no sequence-classification model ({reason}); give another") from None
     classifier, report = found
     if wrong := _wrong_with(classifier, report):
-        raise RewardError(
+        raise WrongInput(
             f"args.model: {model} {wrong}; give a model that was trained as a sequence classifier, with its own "
             "config.json"
         )
@@ -104,7 +105,7 @@ def _load(model: str) -> _Classifier:
         return _Classifier(tokenizer, classifier.eval().to(device))
     except (RuntimeError, AssertionError) as error:  # as torch says that there is no card, or no room on it
         reason = " ".join(str(error).split())[:200]
-        raise RewardError(
+        raise WrongInput(
             f"args.model: {model} cannot be put on the card of its process ({reason}); lower rollout.reward_workers, "
             "or set cluster.rewards.gpus=0"
         ) from None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from cluster.child import keep_from_children
 from cluster.errors import WrongInput
-from rewards.base import RewardError, counts, said, writable
+from rewards.base import counts, said, writable
 from rewards.config import ENV_COUNTS, TAKEN
 from rewards.limits import OF_ENVIRONMENTS, described, lent
 from rewards.loader import load_own, no_built_in
@@ -282,17 +282,17 @@ def _each(given: Any) -> list[Any]:
 
 
 def found(use: str) -> Any:
-    """The class or function that `use` names. Raises RewardError with one sentence."""
+    """The class or function that `use` names. Raises WrongInput with one sentence."""
     if use in BUILT_INS:
         module, _, name = BUILT_INS[use].partition(":")
         return getattr(import_module(module), name)
     if ":" not in use and not use.endswith(".py"):
-        raise RewardError(no_built_in(use, "environment", BUILT_INS, "Class"))
+        raise WrongInput(no_built_in(use, "environment", BUILT_INS, "Class"))
     return load_own(use, "MyEnvironment")
 
 
 def make(use: str, args: Mapping[str, Any]) -> Hosted:
-    """One trajectory's environment or program. Raises RewardError if `use` is not found, BadAnswer if it makes
+    """One trajectory's environment or program. Raises WrongInput if `use` is not found, BadAnswer if it makes
     neither, and what it raises itself."""
     factory = found(use)
     try:

@@ -47,7 +47,7 @@ START_AGAIN_S = 0.1
 def spec_of(config: EnvConfig, memory: int = DEFAULT_ENVIRONMENT_MEMORY) -> Spec:
     """What a process needs to make the environment. memory: the most bytes that it may hold.
 
-    Raises RewardError for a variable that is named and not set,
+    Raises WrongInput for a variable that is named and not set,
     WrongInput for an argument `env:NAME` likewise."""
     args, variables = resolved(config.args, "env.args"), values_of(config.variables, "env")
     return Spec(config.use or "", args, variables, memory, config.start_timeout_s)

@@ -135,11 +135,6 @@ def sentence_of(trajectory: Trajectory) -> str:
     return f"environment: {trajectory.outcome}: {trajectory.fault}"[:LONGEST_ERROR]
 
 
-class TrajectoryFailed(RuntimeError):
-    """An exception in a trajectory that is neither its environment's fault nor an error of the engine; the message says
-    in which trajectory, and where it was raised."""
-
-
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
     """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run; chat_template_kwargs:
@@ -164,7 +159,8 @@ class Trajectories:
         self._room = asyncio.Semaphore(settings.concurrency)
 
     async def group(self, problem: Problem, sampling: Sampling) -> list[Trajectory]:
-        """sampling.n trajectories of the problem. Raises WrongInput, TrajectoryFailed, and EngineError."""
+        """sampling.n trajectories of the problem. Raises WrongInput, EngineError, and RuntimeError for any other
+        exception that is not the environment's fault: in which trajectory, and where it was raised."""
         trajectories = await side_by_side(self._play(problem, sampling, j) for j in range(sampling.n))
         _check_start(problem, trajectories)
         return trajectories
@@ -178,7 +174,7 @@ class Trajectories:
             except (EngineError, WrongInput):
                 raise
             except Exception as error:
-                raise TrajectoryFailed(
+                raise RuntimeError(
                     f"env: trajectory {sample} of problem {problem.id} failed, and not by its environment: "
                     f"{described(error, OF_ENVIRONMENTS)}"
                 ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rewards.base import RewardError
+from cluster.errors import WrongInput
 from rewards.loader import load
 from tests.others.asked import asked, group_of, same
 
@@ -66,5 +66,5 @@ async def test_values_are_those_of_direct_calls() -> None:
 
 
 def test_a_factory_that_refuses_its_setting_is_told() -> None:
-    with pytest.raises(RewardError, match=r"refusing.py does not import: ValueError: max_penalty 0.5 should not"):
+    with pytest.raises(WrongInput, match=r"refusing.py does not import: ValueError: max_penalty 0.5 should not"):
         load(f"{HERE}/refusing.py:repetition")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rewards.base import RewardError
+from cluster.errors import WrongInput
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.judge import JudgeSettings, RequestRate, proxy_to
@@ -196,7 +196,7 @@ async def test_a_proxy_that_cannot_be_asked_is_one_sentence(
     monkeypatch.setenv("all_proxy", address)
     assert (await scored([judge(endpoint)], ["good"])).reward == [0.75]
     with pytest.raises(
-        RewardError, match=rf"args.base_url: https://judge.invalid/v1 .* {address} \(all_proxy\): .*; set"
+        WrongInput, match=rf"args.base_url: https://judge.invalid/v1 .* {address} \(all_proxy\): .*; set"
     ):
         await scored([judge(endpoint, base_url="https://judge.invalid/v1")], ["good"])
     monkeypatch.setenv("no_proxy", "judge.invalid")
@@ -275,7 +275,7 @@ def test_a_process_has_its_part_of_the_requests_a_minute(monkeypatch: pytest.Mon
 )
 def test_wrong_settings_are_refused(args: dict[str, Any], words: str) -> None:
     given = {"base_url": "http://h/v1", "model": "m"} | args
-    with pytest.raises(RewardError, match=words) as refused:
+    with pytest.raises(WrongInput, match=words) as refused:
         RewardPool([RewardConfig(use="judge", args=given)])
     assert KEY not in str(refused.value)
 

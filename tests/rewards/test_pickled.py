@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from rewards import functions
-from rewards.base import RewardError
 from rewards.call import Group, score
 from rewards.functions import digest
 from rewards.loader import load, source_of
@@ -182,7 +182,7 @@ def unpicklable(tmp_path: Path) -> Iterator[dict[str, Any]]:
 def test_what_cannot_be_sent_is_named(unpicklable: dict[str, Any], code: str, sentence: str) -> None:
     names = {"__name__": "__main__", **unpicklable}
     exec(code, names)
-    with pytest.raises(RewardError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         functions.pack(names["f"])
 
 
@@ -191,7 +191,7 @@ def test_what_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "LARGEST", 2**20)
     monkeypatch.setattr(functions, "digest", lambda function: pytest.fail("it was made"))
     names = cell("small, table = 'x', 'x' * 2**21\ndef f(completions): return small + table")
-    with pytest.raises(RewardError, match="f must be at most 1 MiB .*, of them 2 MiB its variable table;"):
+    with pytest.raises(WrongInput, match="f must be at most 1 MiB .*, of them 2 MiB its variable table;"):
         functions.pack(names["f"])
 
 
@@ -207,10 +207,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, change: Callable[[bytes]
     use = sent(cell(textwrap.dedent(CELL))["even"], tmp_path)
     file = tmp_path / "even.pickle"
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(RewardError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         load(use)
 
 
 def test_a_file_that_is_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="gone.pickle cannot be read: No such file"):
+    with pytest.raises(WrongInput, match="gone.pickle cannot be read: No such file"):
         load(f"{tmp_path}/gone.pickle:f")

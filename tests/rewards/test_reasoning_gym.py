@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -161,15 +161,15 @@ def test_only_what_the_scorer_says_counts_of_a_confined_call() -> None:
     def raises() -> float:
         raise ValueError("of the row")
 
-    def refuses() -> float:
-        raise forked.NotEvaluated("no")
+    def refuses() -> forked.Scored:
+        return forked.Scored(0.0, why="no")
 
     def late() -> float:
         time.sleep(60)
         return 1.0
 
     died = forked.Scored(0.0, why="its process ended without a score")
-    calls = [
+    calls: list[Callable[[], float | forked.Scored]] = [
         lambda: 0.25, lambda: writes(b"1.0"), lambda: writes(b'["", 1.0, "", ""]', b"\n"), ends, raises, refuses,
         lambda: writes(bytes(1 << 20)), late,
     ]  # fmt: skip

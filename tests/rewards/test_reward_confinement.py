@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import WrongInput
 from rewards import limits
-from rewards.base import RewardError
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
@@ -76,12 +76,12 @@ def test_the_missing_variable_and_its_key_are_named(reward: Any) -> None:
     assert _scores(reward("ask", env=("OPENAI_API_KEY",))).reward == [21.0]
     assert _scores(reward("f", "eager", env=("OPENAI_API_KEY",))).reward == [21.0]
     for config in (reward("ask"), reward("f", "eager")):
-        with pytest.raises(RewardError, match=sentence):
+        with pytest.raises(WrongInput, match=sentence):
             try_rewards([config], Group(["p"], ["c"], [[1]], {}))
 
 
 def test_a_variable_that_is_not_set_is_refused_before_anything_starts(reward: Any) -> None:
-    with pytest.raises(RewardError, match=r"reward 'ask': env: .* and NO_SUCH_KEY is not; export it before the run"):
+    with pytest.raises(WrongInput, match=r"reward 'ask': env: .* and NO_SUCH_KEY is not; export it before the run"):
         RewardPool([reward("ask", env=("NO_SUCH_KEY", "HF_TOKEN"))])
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.errors import WrongInput
 from rewards import loader
-from rewards.base import RewardError
 from rewards.loader import BUILT_INS, load
 
 
@@ -83,7 +83,7 @@ def test_what_a_package_imports_is_left_alone_without_relative_imports(tmp_path:
     (tmp_path / "part.py").write_text("from .mine import f")
     assert load(f"{tmp_path}/mine.py:f")(completions=[""]) == [1.0]
     for _ in range(2):
-        with pytest.raises(RewardError, match="part.py does not import: ModuleNotFoundError.*not_installed_here"):
+        with pytest.raises(WrongInput, match="part.py does not import: ModuleNotFoundError.*not_installed_here"):
             load(f"{tmp_path}/part.py:f")
 
 
@@ -104,7 +104,7 @@ def test_what_is_called_like_a_function_is_one(tmp_path: Path) -> None:
         "three": [3.0, 3.0],
         "ten": [20.0, 0.0],
     }
-    with pytest.raises(RewardError, match="functions there: Length, Twice, of, three, ten$"):
+    with pytest.raises(WrongInput, match="functions there: Length, Twice, of, three, ten$"):
         load(f"{tmp_path}/kinds.py:four")
 
 
@@ -147,5 +147,5 @@ def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "raises.py").write_text("def f(): ...\n\nx = 1 / 0")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "mute.py").write_text("class Mute(Exception):\n    def __str__(self): return None\nraise Mute")
-    with pytest.raises(RewardError, match=sentence):
+    with pytest.raises(WrongInput, match=sentence):
         load(use)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.base import RewardFailed
+from cluster.errors import WrongInput
 from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
@@ -122,7 +122,7 @@ def test_slow_loading_is_not_charged_and_fail_raises(rewards_file: OneOf, tmp_pa
     async def main() -> list[Verdict]:
         slow = RewardConfig(use=f"{tmp_path}/slow.py:f", timeout_s=1.0)
         async with RewardPool([slow, rewards_file("boom", on_error="fail", name="acc")]) as pool:
-            with pytest.raises(RewardFailed, match=r"reward 'acc' \(.*my_rewards.py:boom\): error: ValueError: boom"):
+            with pytest.raises(WrongInput, match=r"reward 'acc' \(.*my_rewards.py:boom\): error: ValueError: boom"):
                 await score(pool)
             return await pool.verdicts(Group(["p"], ["c"], [[1]], {}))
 

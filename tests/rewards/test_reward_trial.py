@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.base import RewardError
+from cluster.errors import WrongInput
 from rewards.call import Group
 from rewards.check import try_rewards
 from rewards.config import RewardConfig
@@ -24,7 +24,7 @@ def test_the_trial_tells_a_broken_reward_in_one_line(rewards_file: OneOf, tmp_pa
         ),
         (rewards_file("words"), "error: returned str for sample 0, must return numbers or None: 'good'"),
     ]:
-        with pytest.raises(RewardError) as caught:
+        with pytest.raises(WrongInput) as caught:
             try_rewards([rewards_file("good"), reward], group)
         assert sentence in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -42,7 +42,7 @@ def test_a_function_of_texts_that_is_given_messages_is_told(tmp_path: Path, body
     group = Group.of([{"role": "user", "content": "?"}], ["ab", "abb"], [[1], [2]], {})
     if "set" in body:
         with pytest.raises(
-            RewardError, match=r"unhashable type: 'dict'.* It treats completions as texts, and is given "
+            WrongInput, match=r"unhashable type: 'dict'.* It treats completions as texts, and is given "
         ):
             try_rewards([texts], group)
     else:
@@ -60,6 +60,6 @@ def test_a_function_that_never_answers_is_waited_for_twice_at_most(
     """The second time tells whether only its first call is late."""
     monkeypatch.setattr("rewards.check.PATIENCE_S", 0.4)
     endless = rewards_file("endless", timeout_s=0.2, args={"where": str(tmp_path / "calls")})
-    with pytest.raises(RewardError, match="timeout: no answer within 0.2 s, so its process was killed"):
+    with pytest.raises(WrongInput, match="timeout: no answer within 0.2 s, so its process was killed"):
         try_rewards([endless], Group(["p"], ["c"], [[1]], {}))
     assert (tmp_path / "calls").read_text() == "called called "

@@ -13,10 +13,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model, make_tokenizer
 from learner.config import ModelConfig, RunConfig
 from learner.driver.machine_checks import classifier_notes
-from rewards.base import RewardError
 from rewards.built_in.sequence_classifier import (
     _encoded,
     _load,
@@ -151,7 +151,7 @@ def test_what_gives_no_one_number_is_refused(base: Path, tmp_path: Path) -> None
         (str(base), 0, r"^args.model: .* lacks weights \(score.weight\), so its scores would be random"),
         ("/nope", None, "^args.model: /nope is no sequence-classification model"),
     ):
-        with pytest.raises(RewardError, match=message):
+        with pytest.raises(WrongInput, match=message):
             prepare(model=model, output=output)
 
 
@@ -181,7 +181,7 @@ def test_weights_that_are_made_up_left_out_or_no_numbers_are_named(
     prepare(model=path)
     _load.cache_clear()
     changed(tmp_path, change)
-    with pytest.raises(RewardError, match=f"^args.model: .*{message}"):
+    with pytest.raises(WrongInput, match=f"^args.model: .*{message}"):
         prepare(model=path)
 
 

@@ -6,17 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.delivery import (
-    FEW,
-    KEPT,
-    Answer,
-    DeliveryError,
-    Evidence,
-    Push,
-    Stuck,
-    check_digest,
-    difference,
-)
+from rollout.delivery import FEW, KEPT, Answer, Evidence, Push, Stuck, check_digest, difference
 from rollout.types import Adapter, Held
 from tests.pushes import pushed, said
 
@@ -45,7 +35,7 @@ async def test_another_policy_is_named_with_worker_version_and_difference(answer
     apart = "nan" if np.isnan(answer).any() else "0.002"
     verdict = rf"generator-0: adapter v17 is not .* {apart} nats, allowed is 0\.001 \(float32\)"
     await verify(said([-1.0, -2.0004, -3.0]), said(NEW))
-    with pytest.raises(DeliveryError, match=verdict):
+    with pytest.raises(RuntimeError, match=verdict):
         await verify(said(answer), said(NEW))
 
 
@@ -93,14 +83,14 @@ def test_no_accusation_hangs_on_one_token() -> None:
 @pytest.mark.parametrize("fault", ["another base", "another cache block", "another kernel"])
 async def test_a_fault_that_is_not_of_one_token_stops_the_run(fault: str) -> None:
     faults = ANSWERS["faults"]
-    with pytest.raises(DeliveryError, match=r"nats, allowed is 0\.2 \(bfloat16\)"):
+    with pytest.raises(RuntimeError, match=r"nats, allowed is 0\.2 \(bfloat16\)"):
         await verify(said(faults[fault]), said(faults["learner"]), "bfloat16")
 
 
 def test_corrupt_bytes_are_caught_before_any_probe() -> None:
     digest = Adapter.build(17, b"weights'", {}).digest
     verdict = f"generator-0: policy v17 .* {digest[:12]}, sent was {ADAPTER.digest[:12]}"
-    with pytest.raises(DeliveryError, match=verdict):
+    with pytest.raises(RuntimeError, match=verdict):
         check_digest(ADAPTER, "generator-0", digest)
     check_digest(ADAPTER, "generator-0", ADAPTER.digest)
 
@@ -114,14 +104,14 @@ async def test_tensors_other_than_those_sent_are_counted_and_the_first_is_named(
         "1 of 3 differ, first o": holding(q="1", k="2", v="3", o="4"),  # left over of another adapter
         "3 of 3 differ, first k": holding(),
     }.items():
-        with pytest.raises(DeliveryError, match=rf"generator-0: acknowledged v17, but .*: {found}\. The run stops"):
+        with pytest.raises(RuntimeError, match=rf"generator-0: acknowledged v17, but .*: {found}\. The run stops"):
             await verify(sentence, sent)
 
 
 async def test_what_cannot_be_read_is_left_to_the_logprobs() -> None:
     sent = holding(q="1", k="2")
     await verify(said(NEW)._replace(held=Held({"q": "1"}, unread=("k",))), sent)
-    with pytest.raises(DeliveryError, match="1 of 2 differ, first k"):
+    with pytest.raises(RuntimeError, match="1 of 2 differ, first k"):
         await verify(said(NEW)._replace(held=Held({"q": "1", "k": "1"}, unread=("k",))), sent)
 
 
@@ -167,7 +157,7 @@ async def test_a_push_names_the_version_that_its_engine_is_stuck_at() -> None:
 
     await push(17).verify("generator-0", said(still), evidence)
     verdict = r"generator-0: acknowledged v18, but generates as under v17: .* went 0\.09 nats, its own went 0% of that"
-    with pytest.raises(DeliveryError, match=verdict):
+    with pytest.raises(RuntimeError, match=verdict):
         await push(18).verify("generator-0", said(still), evidence)
     await push(18).verify("generator-1", said([-1.09] * 64), Evidence())
     await push(19, (*IDS, 7)).verify(

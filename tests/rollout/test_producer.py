@@ -16,14 +16,9 @@ from cluster.buffer import Buffer, PolicySlot
 from cluster.config import Deadlines
 from cluster.telemetry import Timeline
 from rollout.data.problems import Cursor
-from rollout.delivery import (
-    Answer,
-    DeliveryError,
-    Push,
-    Receipt,
-)
+from rollout.delivery import Answer, Push, Receipt
 from rollout.fakes import make_group, make_problem
-from rollout.producer import GivenUp, Pipes, PolicyFeed, Producer, SupervisedWorker, until_started
+from rollout.producer import Pipes, PolicyFeed, Producer, SupervisedWorker, until_started
 from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Held, Sampling
 from tests.pushes import pushed, said
@@ -244,7 +239,7 @@ async def test_what_ends_a_process_twice_in_the_same_words_is_not_tried_a_third_
     tmp_path: Path, where: str
 ) -> None:
     story = Story(**{where: lambda life, version: "break"})
-    with pytest.raises(GivenUp, match=r"^generator-0: it broke in life 2 \(twice in a row, so it is not"):
+    with pytest.raises(RuntimeError, match=r"^generator-0: it broke in life 2 \(twice in a row, so it is not"):
         async with producing(story, 1, tmp_path) as producer:
             await consume(producer, 1)
     assert story.lives == 2
@@ -327,7 +322,7 @@ async def test_what_cannot_be_read_back_is_said_once_and_what_is_read_must_be_ri
     )
     assert [record.getMessage() for record in caplog.records] == [sentence]
     Blind.held = Held({"lora_A": "another"}, unread=("lora_B",))
-    with pytest.raises(DeliveryError, match="acknowledged v5, but .* 1 of 2 differ, first lora_A"):
+    with pytest.raises(RuntimeError, match="acknowledged v5, but .* 1 of 2 differ, first lora_A"):
         await feed.prove(pushed(Adapter.build(5, b"", {}), (1, 2), said([-1.0])))
     assert feed._proven == 4
     timeline.close()

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from cluster.actor import Actor, Local, Unusable, ValueLost
+from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tiny_model
 from learner.tools.reward_trial import group_of
-from rewards.base import RewardFailed
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, RewardService, Scores
@@ -358,7 +358,7 @@ async def test_a_function_that_must_not_fail_fails_here_as_it_would_beside_the_e
     held = Held()
     held.free.set()
     scorer = SharedScorer(shared(held), first=0)
-    with pytest.raises(RewardFailed, match="^reward 'a': error: it must not fail$"):
+    with pytest.raises(WrongInput, match="^reward 'a': error: it must not fail$"):
         await scorer.score(Group(["p"], ["bad"], [[1]], {}))
     scorer.close()
 

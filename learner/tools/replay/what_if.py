@@ -119,7 +119,7 @@ def place_for(run: Path, output: Path | None) -> Path:
 
 
 def try_on(config: RunConfig, group: pa.Table) -> None:
-    """Calls each function once. Not from inside an event loop. Raises RewardError."""
+    """Calls each function once. Not from inside an event loop. Raises WrongInput."""
     if functions := functions_of(config.rewards):
         try_rewards(functions, group_of(group), config.rollout.reward_memory)
 

@@ -15,14 +15,6 @@ MOST_BYTES = 16 * 2**20  # of an answer
 OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors of a step after which the session goes on
 
 
-class Refused(WrongInput):
-    """An error that the server answered with. code: its WSErrorCode."""
-
-    def __init__(self, sentence: str, code: str) -> None:
-        super().__init__(sentence)
-        self.code = code
-
-
 class OpenEnv:
     """One session of a server (openenv 0.10, core/env_server/http_server.py, /ws): reset(seed, episode_id), then
     step(action) -> observation, reward, done. Speaks its protocol itself, so that openenv need not be installed.
@@ -48,7 +40,7 @@ class OpenEnv:
             raise WrongInput("openenv: problems must be chat messages, got plain text; see data.prompt")
         self._session = aiohttp.ClientSession()
         self._socket = await self._session.ws_connect(self._url, max_msg_size=MOST_BYTES)
-        data = await self._ask("reset", {"seed": seed % 2**31, "episode_id": problem.id})
+        data = _data("reset", await self._ask("reset", {"seed": seed % 2**31, "episode_id": problem.id}))
         messages: list[Message] = [dict(message) for message in problem.messages]
         if self._first:
             seen = str(self._observe(data["observation"]))
@@ -57,12 +49,10 @@ class OpenEnv:
 
     async def step(self, turn: Turn) -> Step:
         """Does what the text says. Raises WrongInput where the session has ended."""
-        try:
-            data = await self._ask("step", self._action(turn.text))
-        except Refused as error:
-            if error.code not in OF_THE_ACTION:
-                raise
-            return Step(({"role": "user", "content": str(error)},), metrics={"refused": 1.0})
+        answer = await self._ask("step", self._action(turn.text))
+        if answer["type"] == "error" and _code(answer["data"]) in OF_THE_ACTION:
+            return Step(({"role": "user", "content": _told("step", answer["data"])},), metrics={"refused": 1.0})
+        data = _data("step", answer)
         message = {"role": "user", "content": str(self._observe(data["observation"]))}
         return Step((message,), data.get("reward"), bool(data.get("done")), {"refused": 0.0})
 
@@ -77,17 +67,26 @@ class OpenEnv:
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         await self._socket.send_str(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(await self._socket.receive_str())
-        if answer["type"] == "error":
-            raise _refused(kind, answer["data"])
-        found: dict[str, Any] = answer["data"]
-        return found
+        answer: dict[str, Any] = json.loads(await self._socket.receive_str())
+        return answer
 
 
-def _refused(kind: str, error: Mapping[str, Any]) -> Refused:
-    code = str(error.get("code", ""))
+def _data(kind: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises WrongInput for an error that the server answered with."""
+    if answer["type"] == "error":
+        raise WrongInput(_told(kind, answer["data"]))
+    found: dict[str, Any] = answer["data"]
+    return found
+
+
+def _code(error: Mapping[str, Any]) -> str:
+    """Its WSErrorCode."""
+    return str(error.get("code", ""))
+
+
+def _told(kind: str, error: Mapping[str, Any]) -> str:
     wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.get("errors", [])[:5]]
     told = "; ".join([str(error.get("message", error)), *wrong])
-    if code == "CAPACITY_REACHED":
+    if _code(error) == "CAPACITY_REACHED":
         told += " Raise max_concurrent_envs of the server's create_app, which is 1 by default, or lower env.concurrency"
-    return Refused(f"openenv: {kind}: {told}", code)
+    return f"openenv: {kind}: {told}"

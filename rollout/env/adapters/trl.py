@@ -236,12 +236,8 @@ def _wanted(reset: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, 
 # What a TRL rollout_func is given for its trainer: a tokenizer, settings and the policy, and nothing else.
 
 
-class NotHere(AttributeError):
-    """Something of TRL's trainer that there is none of in a trajectory's process."""
-
-
 class Offered:
-    """An object with these attributes alone. Raises NotHere for any other, with what there is instead."""
+    """An object with these attributes alone. Raises AttributeError for any other, with what there is instead."""
 
     def __init__(self, name: str, attributes: Mapping[str, Any]) -> None:
         self._offered = dict(attributes)
@@ -253,7 +249,7 @@ class Offered:
         try:
             return self._offered[name]
         except KeyError:
-            raise NotHere(
+            raise AttributeError(
                 f"rollout_func: {self._name}.{name} is not here, where one trajectory is played in a process of its "
                 f"own; there are {', '.join(sorted(self._offered))}; plain values go into env.args.settings"
             ) from None
@@ -274,9 +270,9 @@ def trainer_of(
     def generate(prompts: Sequence[Sequence[int]], images: Any = None, num_generations: int = 1, profiler: Any = None,
                  ) -> tuple[list[Any], ...]:  # fmt: skip
         if images is not None and any(one is not None for one in images):
-            raise NotHere("rollout_func: vllm_generation.generate takes no images here; leave them out")
+            raise AttributeError("rollout_func: vllm_generation.generate takes no images here; leave them out")
         if (len(prompts), num_generations) != (1, 1):
-            raise NotHere(
+            raise AttributeError(
                 "rollout_func: vllm_generation.generate must be asked for one completion of one prompt, since one "
                 f"trajectory is played at a time, got {len(prompts)} prompts and num_generations {num_generations}; "
                 "take trainer.num_generations, which is 1, and one prompt"

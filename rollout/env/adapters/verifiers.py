@@ -92,10 +92,6 @@ CHILD = Path(__file__).with_name("verifiers_child.py")
 SHOWN = 500  # characters of what a child said before it died
 
 
-class VerifiersFailed(RuntimeError):
-    """An episode that verifiers itself calls failed, or whose process died."""
-
-
 class Verifiers:
     """One episode. The column `task` of the problem is the index of the task in the environment's taskset;
     `verifiers_child.py tasks` writes such data.
@@ -131,7 +127,8 @@ class Verifiers:
         }
 
     async def run(self, problem: Problem, seed: int, model: Model) -> Mapping[str, float]:
-        """verifiers' rewards by name, their weights applied. Raises VerifiersFailed with its words."""
+        """verifiers' rewards by name, their weights applied. Raises RuntimeError with its words for an
+        episode that it calls failed, or whose process died."""
         async with token_server(model) as url:
             request = self._request | {"url": url, "task": problem.columns["task"]}
             process = await asyncio.create_subprocess_exec(
@@ -142,10 +139,10 @@ class Verifiers:
             out, err = await process.communicate(json.dumps(request).encode())
         if process.returncode != 0:
             last = " ".join(err.decode(errors="replace").split())[-SHOWN:]
-            raise VerifiersFailed(f"its process ended with exit code {process.returncode}: {last}")
+            raise RuntimeError(f"its process ended with exit code {process.returncode}: {last}")
         answer = json.loads(out.decode().splitlines()[-1])
         if answer["error"]:
-            raise VerifiersFailed(answer["error"])
+            raise RuntimeError(answer["error"])
         rewards: dict[str, float] = answer["rewards"]
         return rewards
 

@@ -18,10 +18,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 _USAGE = "write numbers with + - * / ** and parentheses, for example (3 + 4) * 2"
 
 
-class _Refused(ValueError):
-    """Why there is no result, fit to be shown to the policy."""
-
-
 def calculator(expression: str) -> str:
     """Computes an arithmetic expression exactly.
 
@@ -31,21 +27,21 @@ def calculator(expression: str) -> str:
     Returns:
         the result, in 12 digits where it is no whole number; or a line that begins with "error:"
     """
+    if len(expression) > LONGEST:
+        return f"error: an expression may have {LONGEST} characters, this one has {len(expression)}"
+    if not _WRITTEN.fullmatch(expression):
+        return f"error: {_USAGE}"
     try:
-        if len(expression) > LONGEST:
-            raise _Refused(f"an expression may have {LONGEST} characters, this one has {len(expression)}")
-        if not _WRITTEN.fullmatch(expression):
-            raise _Refused(_USAGE)
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
-    except _Refused as refused:
-        return f"error: {refused}"
-    except (SyntaxError, ValueError):  # ValueError: a float without end
+    except (SyntaxError, ValueError):  # ValueError: no such operator; a float without end
         return f"error: {_USAGE}"
     except ZeroDivisionError:
         return "error: division by zero"
     except OverflowError:
         return "error: the result is too large"
+    except ArithmeticError as refused:  # that of _power
+        return f"error: {refused}"
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -61,12 +57,12 @@ def _value(node: ast.expr) -> Fraction:
             return _bounded(_power(_value(left), _value(right)))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _bounded(_OPERATORS[type(sign)](_value(left), _value(right)))
-    raise _Refused(_USAGE)
+    raise ValueError(_USAGE)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
-        raise _Refused("an exponent must be a whole number")
+        raise ArithmeticError("an exponent must be a whole number")
     if abs(exponent.numerator) * max(_bits(base) - 1, 0) > MOST_BITS:  # before it is computed: 9**9**9 takes hours
         raise OverflowError
     return Fraction(base**exponent.numerator)

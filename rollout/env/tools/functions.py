@@ -139,10 +139,6 @@ def _inlined(schema: Mapping[str, Any], named: Mapping[str, Any], within: tuple[
 MAX_SAID = 500  # characters of an exception's text that are worth showing to the policy
 
 
-class BadCall(ValueError):
-    """Arguments that do not fit the function; the message is for the policy."""
-
-
 class ToolFailed(RuntimeError):
     """The function raised, took too long, or returned what has no text; the message is for the policy. Its cause: what
     the function raised."""
@@ -163,26 +159,29 @@ class FunctionTool:
         self._arguments = arguments_of(shown, self.name)
         self.spec = spec_of(shown, self.name, self._arguments)
 
-    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """The function's answer as text: a string as it is, all else as JSON.
-
-        An async function runs in this event loop and is cancelled when its time is over. A plain one runs in a thread,
-        which goes on until the process ends: no thread can be stopped from outside.
-
-        Raises BadCall and ToolFailed.
-        """
+    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+        """What the function is called with; a sentence for the policy where the arguments do not fit it."""
         try:
             checked = self._arguments.model_validate_json(json.dumps(arguments), strict=True)
         except RecursionError:
-            raise BadCall(f"{self.name} was not called, since its arguments are nested too deeply") from None
+            return f"{self.name} was not called, since its arguments are nested too deeply"
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
-            raise BadCall(f"{self.name} was not called, since its arguments are wrong: {wrong}") from None
-        given = {
+            return f"{self.name} was not called, since its arguments are wrong: {wrong}"
+        return {
             str(field.alias): getattr(checked, name)
             for name, field in type(checked).model_fields.items()
             if name in checked.model_fields_set
         }
+
+    async def call(self, given: Mapping[str, Any], timeout_s: float) -> str:
+        """The function's answer as text: a string as it is, all else as JSON. given: of the method of that name.
+
+        An async function runs in this event loop and is cancelled when its time is over. A plain one runs in a thread,
+        which goes on until the process ends: no thread can be stopped from outside.
+
+        Raises ToolFailed.
+        """
         try:
             async with within(timeout_s) as deadline:
                 return _text(await self._run(given))
@@ -286,10 +285,10 @@ class Answering:
         self, call: ToolCall, left_s: float, counts: dict[str, float], warnings: dict[str, str]
     ) -> Message:
         try:
-            answer = await self._call(call, left_s)
-        except BadCall as error:
-            counts["bad_calls"] += 1
-            answer = self._error(str(error))
+            answer, called = await self._call(call, left_s)
+            if not called:
+                counts["bad_calls"] += 1
+                answer = self._error(answer)
         except ToolFailed as error:
             counts["tool_errors"] += 1
             kind = type(error.__cause__ or error).__name__
@@ -301,13 +300,18 @@ class Answering:
             answer = f"{answer[:most]}\n[cut: the first {most} of {len(answer)} characters]"
         return {"role": "tool", "content": answer} | ({"name": call.name} if call.name in self._tools else {})
 
-    async def _call(self, call: ToolCall, left_s: float) -> str:
+    async def _call(self, call: ToolCall, left_s: float) -> tuple[str, bool]:
+        """The answer, or, where no tool was called, why: there is none of that name, or the arguments do not fit."""
         if call.name not in self._tools:
-            raise BadCall(self._no_tool(call.name[:MAX_NAME]))
+            return self._no_tool(call.name[:MAX_NAME]), False
         if left_s <= 0:
             seconds = self._limits.turn_timeout_s
             raise ToolFailed(f"{call.name} was not called: the {seconds:g} s for the calls of a turn are over")
-        return await self._tools[call.name].call(call.arguments, min(self._limits.timeout_s, left_s))
+        tool = self._tools[call.name]
+        given = tool.given(call.arguments)
+        if isinstance(given, str):
+            return given, False
+        return await tool.call(given, min(self._limits.timeout_s, left_s)), True
 
 
 def _warning(tool: str, error: ToolFailed) -> str:

@@ -22,7 +22,6 @@ from learner.driver.failure import LearnerError, LearnerLost, RunEnded, WatchedL
 from learner.driver.launch import Restarts
 from learner.driver.preflight import Prepared
 from learner.trainer.service import TrainerService
-from rollout.producer import GivenUp
 from rollout.service import RolloutService
 from tests.learner.checkpoints import commit
 from tests.learner.loops import Trainer, Worker, build, configure, consumed, finish, first, lines
@@ -47,7 +46,8 @@ async def test_a_generator_that_is_given_up_costs_no_step(tmp_path: Path) -> Non
     loop = build(tmp_path, config, 50, workers=[Dying(5)], trainer_s=0.02)
     with pytest.raises(BaseExceptionGroup) as caught:
         await finish(loop)
-    assert isinstance(first(caught.value), GivenUp)
+    assert type(first(caught.value)) is RuntimeError
+    assert str(first(caught.value)).startswith("generator-0: ")
     newest, skipped = checkpoint.newest(tmp_path / "checkpoints")
     assert newest is not None
     assert not skipped
@@ -166,7 +166,7 @@ async def test_a_call_that_tells_nothing_of_itself_is_held_by_its_deadline_alone
             "learner: RuntimeError: no card",
             1,
         ),
-        (GivenUp("\n  generator-0: lost\nremote traceback"), "generator-0: lost", 1),
+        (RuntimeError("\n  generator-0: lost\nremote traceback"), "generator-0: lost", 1),
         (KeyError("a"), "KeyError: 'a'", 1),
         (RuntimeError(), "RuntimeError", 1),
     ],
@@ -306,7 +306,7 @@ def test_a_lost_learner_is_replaced_as_often_as_is_allowed_and_nothing_else_is(t
     restarts = Restarts(prepared, notes.append)
     lost = ExceptionGroup("g", [LearnerLost("learner: step died\nmore")])
     assert not restarts.after(LearnerError("learner: step failed"), begun=True)
-    assert not restarts.after(GivenUp("generator-0: lost"), begun=True)
+    assert not restarts.after(RuntimeError("generator-0: lost"), begun=True)
     went_on = []
     for begun in (True, False, True):  # at first nothing was saved since the start
         assert restarts.after(lost, begun=begun)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import pytest
 
 from cluster.errors import WrongInput
-from rewards.base import RewardError
 from rollout.env.protocol import Step, ToolCall, Turn
 from rollout.env.tools.python_tools import PythonTools
 from rollout.schema import Problem
@@ -237,7 +236,7 @@ async def test_tools_are_named_as_reward_functions_are(tmp_path: Path) -> None:
     tools = PythonTools([f"{tmp_path}/mine.py:twice", "tests.rollout.env.test_python_tools:add"])
     seen = await tools.step(Turn("", (), (ToolCall("twice", {"a": 4}),)))
     assert said(seen) == ["8"]
-    with pytest.raises(RewardError, match=r"mine.py' names no function; write it .*mine\.py:my_tool; .* twice$"):
+    with pytest.raises(WrongInput, match=r"mine.py' names no function; write it .*mine\.py:my_tool; .* twice$"):
         PythonTools([f"{tmp_path}/mine.py"])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollout.env.adapters.verifiers import CHILD, Verifiers, VerifiersFailed
+from rollout.env.adapters.verifiers import CHILD, Verifiers
 from rollout.env.config import EnvConfig
 from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
@@ -56,7 +56,7 @@ async def test_an_episode_asks_the_policy_and_gives_its_weighted_rewards(python:
     [(1, "^ToolError: no such tool$"), (2, "its process ended with exit code 1: the server did not start")],
 )
 async def test_what_fails_there_is_said_in_its_words(python: str, tmp_path: Path, task: int, sentence: str) -> None:
-    with pytest.raises(VerifiersFailed, match=sentence):
+    with pytest.raises(RuntimeError, match=sentence):
         await Verifiers(**arguments(python, tmp_path)).run(problem(task=task), 1, Policy())
 
 
