@@ -132,7 +132,8 @@ def stays_there(method: F) -> F:
 
 
 class ActorDied(RuntimeError):
-    """The process behind an actor ended, or is of no use any more: what was in flight on it is lost.
+    """The process behind an actor ended, or is of no use any more: what was in flight on it is lost. Who owns it starts
+    a fresh one (rollout.producer, learner.ranks, learner.driver.launch); of the learner it becomes LearnerLost.
 
     reason: what ended it, in the words of the exception that did; None if it was killed or ended without a word.
     """
@@ -143,7 +144,8 @@ class ActorDied(RuntimeError):
 
 
 class StartFailed(ActorDied):
-    """The constructor raised; the text is the actor's name and the exception's own sentence.
+    """The constructor raised; the text is the actor's name and the exception's own sentence. It would again: whoever
+    starts fresh processes lets it pass (rollout.producer only if it refused its input).
 
     wrong_input: it refused what it was given, so that another try will end alike. says_all: the sentence is one for the
     user, to which a traceback would add nothing; the text is then that sentence alone.
@@ -155,19 +157,22 @@ class StartFailed(ActorDied):
 
 
 class DeadlineExceeded(RuntimeError):
-    """A call gave no answer in time; the text names actor, method, seconds and last sign of life."""
+    """A call gave no answer in time; the text names actor, method, seconds and last sign of life. Who owns the process
+    kills it, as it hangs, and starts a fresh one."""
 
 
 class ValueLost(RuntimeError):
-    """What an argument stands for (Shared) is gone with the node that had it, before the method got it."""
+    """What an argument stands for (Shared) is gone with the node that had it, before the method got it. The run begins
+    once more from its last checkpoint (learner.driver.launch)."""
 
 
 class RemoteError(RuntimeError):
-    """A method raised; the text holds the remote traceback."""
+    """A method raised; the text holds the remote traceback. Of the learner it becomes LearnerError."""
 
 
 class ClusterLost(RuntimeError):
-    """One of Ray's own processes ended, and the run's processes with it; the text says which and what to do."""
+    """One of Ray's own processes ended, and the run's processes with it; the text says which and what to do.
+    learner.driver.failure tells it first and without a traceback, and learner.main ends at once."""
 
 
 class Unusable(RuntimeError):

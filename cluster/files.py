@@ -29,7 +29,8 @@ IN_RUST = re.compile(r"\(os error (\d+)\)")  # how its standard library ends the
 
 
 class WriteFailed(OSError):
-    """A file that could not be written.
+    """A file that could not be written. learner.driver.failure tells its sentence without a traceback, and
+    cluster.ray_actor passes it on as it is.
 
     Attributes:
         free: bytes that are left on its disk; None where nobody knows. needed: that what was to be written takes.

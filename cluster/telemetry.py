@@ -149,7 +149,7 @@ log = logging.getLogger(__name__)
 
 
 class FolderGone(FileNotFoundError):
-    """The run folder was deleted or replaced; the text says it all."""
+    """The run folder was deleted or replaced; learner.driver.failure tells the text without a traceback."""
 
 
 class Metrics:

@@ -303,7 +303,8 @@ _ends: list[float] = []  # of time.monotonic, by when the call that this process
 
 
 class Late(BaseException):
-    """It took too long; a BaseException, since libraries catch exceptions of what they do not understand."""
+    """It took too long: whoever set the time says so of that completion; a BaseException, since libraries catch
+    exceptions of what they do not understand."""
 
 
 @contextmanager

@@ -18,11 +18,12 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 class EngineDied(EngineError):
-    """The engine stopped on an internal error; pending and later calls all fail with it. Restart the worker."""
+    """The engine stopped on an internal error; pending and later calls all fail with it. rollout.worker makes
+    it Unusable, so that a fresh process takes its place."""
 
 
 class NoAdapter(EngineError):
-    """generate or probe before the first load_adapter."""
+    """generate or probe before the first load_adapter; rollout.worker then has no group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,11 +58,13 @@ MIN_TEMPERATURE = 0.01
 
 
 class EngineError(RuntimeError):
-    """Base of everything an engine raises about itself; a bad argument is a ValueError."""
+    """Base of everything an engine raises about itself; a bad argument is a ValueError. It fails the call and not the
+    engine (rollout.vllm.engine)."""
 
 
 class AdapterCorrupt(EngineError):
-    """The payload does not match the digest that came with it."""
+    """The payload does not match the digest that came with it: rollout.weights takes it for no policy where newer
+    weights have taken its place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

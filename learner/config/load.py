@@ -260,7 +260,8 @@ def validated(tree: Mapping[str, Any]) -> RunConfig:
 
 
 class WrongSettings(WrongInput):
-    """Settings that may not be as they are. tree: all that were given."""
+    """Settings that may not be as they are; of the others learner.main then tells what is wrong. tree: all that were
+    given."""
 
     def __init__(self, text: str, tree: Mapping[str, Any]) -> None:
         super().__init__(text)

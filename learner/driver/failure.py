@@ -57,11 +57,12 @@ MOST_S = 15.0  # between two looks
 
 
 class LearnerError(RuntimeError):
-    """A call of the learner failed: its state is not to be trusted, so it is not saved."""
+    """A call of the learner failed: its state is not to be trusted, so the loop does not save it."""
 
 
 class LearnerLost(LearnerError):
-    """The learner's process died or hangs; another one can go on from the last checkpoint."""
+    """The learner's process died or hangs; learner.driver.launch starts another, which goes on from the last
+    checkpoint."""
 
 
 @contextmanager
@@ -137,7 +138,8 @@ GOES_ON = f"{AGAIN}: it goes on from the last checkpoint"
 
 
 class RunEnded(RuntimeError):
-    """Why a run ends before its last step, where the sentence says all and a traceback would say nothing more."""
+    """Why a run ends before its last step, or a command on its way, where the sentence says all: `tell` and
+    learner.tools.reported print it without a traceback."""
 
 
 def first_of(error: BaseException) -> BaseException:

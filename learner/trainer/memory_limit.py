@@ -32,7 +32,8 @@ WARN_AT = 0.9  # of the limit
 
 
 class OutOfMemory(RuntimeError):
-    """The learner does not fit; the message names tokens and bytes and what to change."""
+    """The learner does not fit; the message names tokens and bytes and what to change. learner.tools.bradley_terry says
+    it by its own options."""
 
 
 class TokenBudget:

@@ -83,7 +83,8 @@ _COLLECTED: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class Gone(BaseException):
-    """The other process has ended, or what it says is no message."""
+    """The other process has ended, or what it says is no message: no test passes then (rewards.code.tests_child). A
+    BaseException, since code under test catches exceptions."""
 
 
 class _Shared:

@@ -77,11 +77,12 @@ SPECIAL = (
 
 
 class Untrusted(BaseException):
-    """It would count what an operator of the answer's own class says of a value of the test."""
+    """It would count what an operator of the answer's own class says of a value of the test. Peer does not send it to
+    the other side; a BaseException, since code under test catches exceptions."""
 
 
 class NotHanded(TypeError):
-    """A value that the other side cannot be given."""
+    """A value that the other side cannot be given; rewards.code.tests_child says so of the test that fails."""
 
 
 def may_be_shown(value: Any) -> bool:

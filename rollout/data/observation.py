@@ -26,11 +26,13 @@ USER = {"role": "user", "content": "Go."}
 
 
 class TemplateRefuses(WrongInput):
-    """The template itself raised."""
+    """The template itself raised; who tries several conversations passes over this one (here and in
+    rollout.data.chat)."""
 
 
 class UnclosedTurn(WrongInput):
-    """The sampled turn ended with another stop token than the one the template ends such a turn with."""
+    """The sampled turn ended with another stop token than the one the template ends such a turn with. The trajectory
+    ends as `unclosed` (rollout.env.play)."""
 
 
 @dataclass(frozen=True, slots=True)

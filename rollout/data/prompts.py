@@ -20,7 +20,7 @@ TOO_WIDE = re.compile(r"[0-9]{5}|[{}]")  # in a format: would make texts of any 
 
 
 class NoPrompt(WrongInput):
-    """The row has none: null, or nothing but white space."""
+    """The row has none: null, or nothing but white space. It is left out (here and in learner.driver.preflight)."""
 
 
 def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:

@@ -55,7 +55,8 @@ COUNTED = ENV_COUNTS | {"accuracy", "failed", "unscored"}
 
 
 class BadAnswer(ValueError):
-    """An environment returned something that a trajectory cannot go on with; one sentence."""
+    """An environment returned something that a trajectory cannot go on with; one sentence. It ends as
+    `bad_observation` (_serve)."""
 
 
 def start_to_json(start: Any) -> dict[str, Any]:

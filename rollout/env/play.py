@@ -43,7 +43,8 @@ TURNS = "env"  # the part of the reward that is the sum of the turns' rewards
 
 
 class EnvironmentFault(Exception):
-    """An environment that raised, hung, died, flooded or returned no answer.
+    """An environment that raised, hung, died, flooded or returned no answer. The trajectory ends with its outcome
+    (Player), and learner.driver.input_checks refuses the environment.
 
     Args:
         outcome: one of FAULTS.

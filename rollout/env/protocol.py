@@ -167,7 +167,8 @@ class NoMore(NamedTuple):
 
 
 class OutOfBudget(RuntimeError):
-    """The trajectory has had its turns or tokens: the program is to end, and may still give a reward."""
+    """The trajectory has had its turns or tokens: the program is to end, and may still give a reward. Programs may
+    catch it; of one that does not rollout.env.host makes an end as others are."""
 
 
 class Model(Protocol):

@@ -22,11 +22,12 @@ from cluster.errors import WrongInput
 from cluster.files import digest_of, writing
 from cluster.memory.plan import gib
 from learner.driver.checkpoint import ADAPTER_FILES, TRAINER, files_of
+from learner.driver.failure import RunEnded
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import VLLM_FOLDER
 from learner.tools.export import ExportRequest
 from learner.tools.export.card import Exported, Scores, card, check_whose, read_scores
-from learner.tools.export.source import ExportFailed, Needed, Source, check_base, check_disk, find, needed, recorded
+from learner.tools.export.source import Needed, Source, check_base, check_disk, find, needed, recorded
 from learner.tools.reported import reported
 from learner.tools.server import AsTrained, as_trained
 from rollout.data import model_files
@@ -59,14 +60,14 @@ def check_hub(repo: str) -> None:
 
 
 def publish(folder: Path, repo: str, *, public: bool) -> str:
-    """The address of what was uploaded. A new repository is private, unless `public`. Raises ExportFailed."""
+    """The address of what was uploaded. A new repository is private, unless `public`. Raises RunEnded."""
     try:
         if unreachable := _unreachable():
             raise OSError(unreachable)
         _api().create_repo(repo, private=not public, exist_ok=True)
         found = _api().upload_folder(repo_id=repo, folder_path=folder, commit_message="gleaner export")
     except FAULTS as error:
-        raise ExportFailed(
+        raise RunEnded(
             f"--push-to: {repo} was not uploaded: {_first_line(error)}; {folder} is whole and verified: hf upload "
             f"{repo} {folder}"
         ) from error
@@ -126,13 +127,13 @@ def check_converter(command: Sequence[str], source: Source) -> None:
 
 
 def convert(command: Sequence[str], folder: Path, outtype: str) -> Path:
-    """Writes NAME-OUTTYPE.gguf into the folder of merged weights. Raises ExportFailed."""
+    """Writes NAME-OUTTYPE.gguf into the folder of merged weights. Raises RunEnded."""
     file = folder / f"{folder.resolve().name}-{outtype}.gguf"
     whole = [*command, str(folder), "--outfile", str(file), "--outtype", outtype]
     told = _called(whole, None)
     if told.returncode or not file.is_file():
         file.unlink(missing_ok=True)
-        raise ExportFailed(
+        raise RunEnded(
             f"--gguf: {' '.join(whole)} failed: {_last_line(told)}; the weights in {folder} are whole and verified"
         )
     return file
@@ -172,7 +173,7 @@ class Job:
 def run(asked: ExportRequest) -> int:
     """Exit code: as of `reported`."""
     machine.sleeping_threads()
-    return reported(lambda: _export(asked), failed=(ExportFailed,))
+    return reported(lambda: _export(asked), failed=(RunEnded,))
 
 
 def _export(asked: ExportRequest) -> None:
@@ -186,7 +187,7 @@ def _export(asked: ExportRequest) -> None:
         except (OSError, ValueError) as error:
             if source.checkpoint.is_dir():
                 raise
-            raise ExportFailed(
+            raise RunEnded(
                 f"RUN: {source.checkpoint.name} was deleted meanwhile, as the run went on (checkpoint.keep); try again"
             ) from error
         with writing(folder / CARD):
@@ -300,7 +301,7 @@ def _check_base(source: Source) -> None:
 
 
 def _written(job: Job, folder: Path, repo: str | None) -> Exported:
-    """Writes weights and what belongs to them. Raises ExportFailed."""
+    """Writes weights and what belongs to them. Raises RunEnded."""
     source = job.source
     if job.dtype is None:
         _copy_adapter(source, folder)
@@ -339,7 +340,7 @@ def _copy_adapter(source: Source, folder: Path) -> None:
         with writing(folder / name):
             shutil.copyfile(source.learned / name, folder / name)
         if digest_of(folder / name) != digest:
-            raise ExportFailed(f"OUT: {name} is not what {source.checkpoint} has; the disk is at fault, try another")
+            raise RunEnded(f"OUT: {name} is not what {source.checkpoint} has; the disk is at fault, try another")
 
 
 @contextmanager

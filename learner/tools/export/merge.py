@@ -21,20 +21,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from learner.config import ModelConfig
+from learner.driver.failure import RunEnded
 from learner.model.base import load_base
-from learner.tools.export.source import (
-    ExportFailed,
-    Needed,
-    Proof,
-    Said,
-    Source,
-    Window,
-    ask,
-    check,
-    check_memory,
-    compare,
-    made_up,
-)
+from learner.tools.export.source import Needed, Proof, Said, Source, Window, ask, check, check_memory, compare, made_up
 from learner.tools.server import GENERATION
 from rollout.data.model_files import load_tokenizer, split
 
@@ -76,7 +65,7 @@ def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window
     Args:
         dtype: of the weights. windows: of recorded completions; random tokens stand for none.
 
-    Raises WrongInput: there is too little memory. ExportFailed: what was written is not what was learned.
+    Raises WrongInput: there is too little memory. RunEnded: what was written is not what was learned.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = _device(size)
@@ -138,7 +127,7 @@ def _save(lm: Any, source: Source, out: Path) -> None:
     try:
         lm.save_pretrained(out, max_shard_size=SHARD)
     except SafetensorError as error:  # of a full disk, say, without the path
-        raise ExportFailed(f"OUT: {out.parent} does not take the weights: {error}; nothing was written") from error
+        raise RunEnded(f"OUT: {out.parent} does not take the weights: {error}; nothing was written") from error
     (out / GENERATION).unlink()  # that of the training takes its place (learner.tools.server)
     write_tokenizer(path, out)
     for file in out.glob("*.safetensors"):  # which safetensors lets nobody but this user read

@@ -21,6 +21,7 @@ from learner.config import RunConfig, load
 from learner.driver import checkpoint
 from learner.driver.checkpoint import TRAINER
 from learner.driver.evaluate import Evaluation
+from learner.driver.failure import RunEnded
 from learner.driver.identity import (
     FILE,
     REVISION,
@@ -35,12 +36,6 @@ from rollout.schema import masks_of, ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# What ends an export.
-
-
-class ExportFailed(RuntimeError):
-    """It failed on the way, and what was not verified is gone; one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,18 +272,18 @@ def compare(expected: Said, found: Said, base: Said | None, dtype: str, *, recor
 
 
 def check(proof: Proof) -> None:
-    """Raises ExportFailed."""
+    """Raises RunEnded."""
     rms, worst = TOLERANCE[proof.dtype]
     # Not <=: what is not a number is not within.
     if not (proof.rms <= rms and proof.worst <= worst) or proof.flipped:
-        raise ExportFailed(
+        raise RunEnded(
             f"OUT: the merged weights must say what the adapter says, within {rms:g} nats rms and {worst:g} at a token "
             f"({proof.dtype}), and differ by {proof.rms:.2g} rms and {proof.worst:.2g} at a token, of {proof.tokens} "
             f"tokens, with {proof.flipped} other greedy tokens; nothing was written: please report this with the model"
         )
     least = TOLERANCE["float32"][0]
     if proof.moved is not None and proof.rms > max(SHARE * proof.moved, least):
-        raise ExportFailed(
+        raise RunEnded(
             f"--dtype: {proof.dtype} weights must hold what was learned, and rounding takes away {proof.rms:.2g} nats "
             f"rms of the {proof.moved:.2g} by which the adapter moves logprobs; give --dtype float32, or --adapter-only"
         )

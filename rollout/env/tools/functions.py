@@ -141,7 +141,7 @@ MAX_SAID = 500  # characters of an exception's text that are worth showing to th
 
 class ToolFailed(RuntimeError):
     """The function raised, took too long, or returned what has no text; the message is for the policy. Its cause: what
-    the function raised."""
+    the function raised. Answering gives it to the policy, warns of it, and counts it as env/tool_errors."""
 
 
 class FunctionTool:

@@ -8,13 +8,8 @@ from math import nan
 import pytest
 import torch
 
-from learner.tools.export.source import (
-    ExportFailed,
-    Proof,
-    Said,
-    check,
-    compare,
-)
+from learner.driver.failure import RunEnded
+from learner.tools.export.source import Proof, Said, check, compare
 
 GOOD = Proof("bfloat16", tokens=9, recorded=True, moved=0.2, rms=0.05, worst=0.5, greedy=8, flipped=0)
 
@@ -38,7 +33,7 @@ def test_what_is_within_passes() -> None:
     ],
 )
 def test_each_fault_alone_is_refused(fault: dict[str, float], told: str) -> None:
-    with pytest.raises(ExportFailed, match=told):
+    with pytest.raises(RunEnded, match=told):
         check(replace(GOOD, **fault))  # type: ignore[arg-type]
 
 
