@@ -20,6 +20,8 @@ from cluster.files import writing
 from cluster.reading import LONGEST, json_value, lines, opened
 from cluster.trackers import TRACKERS, Background, Sample, tracked
 
+METRICS_FILE = "metrics.jsonl"
+
 # metrics.jsonl as it lies on the disk: which steps it has and where, known without reading what each line says.
 #
 # A long run's has hundreds of megabytes, and to parse them takes half a minute and gigabytes. The beginning of a line,
@@ -156,7 +158,7 @@ class Metrics:
     """One line a step in metrics.jsonl, and the same numbers to each tracker."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[str], resume_step: int) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / METRICS_FILE
         self._forget_after(resume_step)
         with writing(self._path):
             self._file = self._path.open("a", buffering=1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.reading import dump, json_value, lines, opened
+from cluster.telemetry import METRICS_FILE
 from learner.api.process import InputError, RunProcess, TrainError
 from learner.api.settings import Inputs, is_bool
 from learner.driver import process as called_from
@@ -115,7 +116,7 @@ class TrainResult:
         file = self.run_dir / "config.yaml"
         if not file.is_file():
             return []
-        watch = SignalWatch(load.load_config(str(file), [], of_a_run=True))
+        watch = SignalWatch(load.load_config(str(file), []))
         for row in self.metrics:
             if row["step"]:
                 watch.add(row)
@@ -140,7 +141,6 @@ def result_of(run_dir: Path, rows: list[Metrics]) -> TrainResult:
 OnStep = Callable[[Metrics], bool | None]
 CHILD = "learner.api.child"
 WORDS = ("interrupted: finishing the step and writing a checkpoint", "stopping at once")
-METRICS = "metrics.jsonl"
 NO_COROUTINE = "on_step: must be a plain function of the metrics of a step; run coroutines inside of it"
 
 
@@ -187,12 +187,12 @@ def train(
     datasets = {"dataset": dataset, "eval_dataset": eval_dataset}
     tree = tree_of(config, model, rewards, datasets, settings, inputs)
     run_dir = _placed(checked(tree))
-    lines = MetricsLines(run_dir / METRICS)
+    lines = MetricsLines(run_dir / METRICS_FILE)
     given = _written(inputs, run_dir / "inputs", tree)
     with RunProcess(CHILD, ["train", "--config", "/dev/stdin"], given) as process:
         _follow(process, lines, on_step)
         _check(process, inputs)
-    return result_of(run_dir, rows_of(run_dir / METRICS))
+    return result_of(run_dir, rows_of(run_dir / METRICS_FILE))
 
 
 def _placed(config: "RunConfig") -> Path:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from cluster.config import Deadlines
 from cluster.errors import WrongInput
 from cluster.reading import dump, parse_value, read_yaml
+from cluster.telemetry import METRICS_FILE
 from learner.config import ModelConfig, RunConfig
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of, masked
@@ -200,16 +201,17 @@ INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
 SHOWN = 80  # characters of a wrong value that are worth showing
 
 
-def load_config(path: str | None, overrides: Sequence[str], *, of_a_run: bool = False) -> RunConfig:
+def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """The validated configuration of a file (or none) with `a.b=value` overrides on top.
 
-    of_a_run: the file is what a run has recorded, whose keys may be those of an earlier version.
+    A file that stands in a run folder is what that run has recorded: its keys may be those of an earlier version.
     Raises WrongInput. List items are reached by index: rewards.0.weight=2.
     """
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
         raise WrongInput(_no_setting(max(other, key=lambda word: word.startswith("-"))))
     tree = read_yaml(Path(path)) if path is not None else {}
-    tree = since_moved(tree) if of_a_run else tree
+    if path is not None and Path(path).with_name(METRICS_FILE).exists():
+        tree = since_moved(tree)
     texts = _texts()
     for override in overrides:
         key, _, text = override.removeprefix("--").partition("=")

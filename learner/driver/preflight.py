@@ -19,6 +19,7 @@ from cluster.memory.plan import gib
 from cluster.memory.shape import DTYPE_BYTES, Shape
 from cluster.ray_cluster import in_job
 from cluster.reading import no_regular_file
+from cluster.telemetry import METRICS_FILE
 from cluster.trackers import ID, known_id
 from learner.config import RunConfig, roles
 from learner.config.load import absolute, to_yaml
@@ -132,7 +133,7 @@ def setting_notes(config: RunConfig, model: Mapping[str, Any], row: Mapping[str,
 
 # What a run writes in its folder.
 FILES = (
-    run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", "metrics.jsonl", "plan.json", console.PHASES_FILE, POLICIES,
+    run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", METRICS_FILE, "plan.json", console.PHASES_FILE, POLICIES,
     "timeline.json", ID, REWARD_OUTPUT,
 )  # fmt: skip
 FOLDERS = ("rollouts", record.MISMATCH_FOLDER, "checkpoints", ADAPTER, MODEL)

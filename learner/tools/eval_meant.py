@@ -55,7 +55,7 @@ def _configured(asked: EvalRequest) -> tuple[RunConfig, str | None]:
         _check_named(asked)
     elif asked.model is not None and not _names(file, asked.model):
         changed[:0] = [NO_REVISION]
-    return load.load_config(file, changed, of_a_run=folder is not None), adapter
+    return load.load_config(file, changed), adapter
 
 
 def _names(file: str | Path, model: str) -> bool:

@@ -180,7 +180,7 @@ def _run_in(run_dir: Path) -> tuple[RunConfig, Path]:
         whole = (run_dir / "config.json").exists()
         next_step = f"a model is served by: vllm serve {run_dir}" if whole else "check the path"
         raise WrongInput(f"RUN: must be a run folder such as runs/demo-seed0, got {run_dir}; {next_step}")
-    config = load.load_config(str(file), [], of_a_run=True)
+    config = load.load_config(str(file), [])
     learned = learned_in(run_dir.resolve())
     if learned is None:
         raise WrongInput(f"RUN: {run_dir} has neither {ADAPTER}/ nor {MODEL}/ before its first checkpoint; wait for it")

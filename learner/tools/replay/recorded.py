@@ -169,14 +169,14 @@ def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     if not file.exists():
         raise WrongInput(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
     try:
-        plain = load.load_config(str(file), (), of_a_run=True)
+        plain = load.load_config(str(file), ())
     except WrongInput as error:
         first = str(error).splitlines()[0]
         raise WrongInput(
             f"RUN: {file} was written by another version of gleaner, and this one refuses it ({first}); correct the "
             "file, or replay with that version"
         ) from None
-    return load.load_config(str(file), overrides, of_a_run=True) if overrides else plain
+    return load.load_config(str(file), overrides) if overrides else plain
 
 
 def _kept(root: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cluster import files
 from cluster.errors import WrongInput
 from cluster.reading import check_plain, json_value, mapping_of, read_text
-from cluster.telemetry import MetricsFile, number
+from cluster.telemetry import METRICS_FILE, MetricsFile, number
 from cluster.trackers import dotted
 from learner.config.load import since_moved
 from learner.driver import console
@@ -61,7 +61,7 @@ class Run:
 
 def begun(folder: Path) -> bool:
     """Whether a run has left anything there to report on."""
-    return (folder / "metrics.jsonl").exists() or bool(ledger.steps(folder / "rollouts"))
+    return (folder / METRICS_FILE).exists() or bool(ledger.steps(folder / "rollouts"))
 
 
 def read_runs(folder: Path, against: Path | None) -> list[Run]:
@@ -87,7 +87,7 @@ def read_run(folder: Path, *, every: bool = False) -> Run:
         )
     remarks: list[str] = []
     rollouts = ledger.steps(folder / "rollouts")
-    file = _file(folder / "metrics.jsonl", remarks)
+    file = _file(folder / METRICS_FILE, remarks)
     steps, metrics = ([], {}) if file is None else _curves(file, remarks, every=every)
     replayed = (folder / REPLAY).exists()
     config, replay = _config(folder / "config.yaml", remarks), _mapping(folder / REPLAY, remarks) if replayed else {}

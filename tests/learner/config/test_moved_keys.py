@@ -120,8 +120,12 @@ def test_what_can_not_be_read_is_refused_in_one_line() -> None:
 
 def test_an_old_run_folder_is_resumed_and_replayed_by_what_it_recorded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(BEFORE.read_text())
-    (tmp_path / "config.yaml").write_text(BEFORE.read_text().replace("Infinity", ".inf"))
-    assert config_of(tmp_path) == replayed(tmp_path, ()) == recorded(given())
+    file = tmp_path / "config.yaml"
+    file.write_text(BEFORE.read_text().replace("Infinity", ".inf"))
+    with pytest.raises(WrongInput, match="learner.loss.band: is an argument"):
+        load_config(str(file), ())  # of nobody's run: there are no metrics
+    (tmp_path / "metrics.jsonl").touch()
+    assert config_of(tmp_path) == replayed(tmp_path, ()) == load_config(str(file), ()) == recorded(given())
     assert replayed(tmp_path, ["learner.loss.bounds={}"]).learner.loss.bounds == {}
     with pytest.raises(WrongInput, match="learner.loss.band: is an argument"):
         replayed(tmp_path, ["learner.loss.band=[0.5, 3]"])
