@@ -1,7 +1,7 @@
 """learner/driver/moved_functions.json: digests that files of our reward functions and environments had before they
 were moved, and those of the same files today. A run of before the move goes on, since the functions compute the same.
 
-    python -m tests.moved_functions        # writes the file; tests/learner/driver/test_fingerprints.py compares
+    python -m tests.moved_functions        # writes the file; tests/learner/driver/test_identity.py compares
 
 Whoever changes what one of these functions computes takes its line out of MOVED: runs of before then do not go on.
 """

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common import marked
 from tests.flow.run import environment, wait_until
-from tests.test_readme import ROOT, blocks
+from tests.test_documents import ROOT, blocks
 
 # A cell is compiled and executed in the names of `__main__`, while the kernel's event loop runs.
 NOTEBOOK = """

@@ -27,7 +27,12 @@ from rewards.call import Group, Verdict, score
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool
 from rollout.config import DataConfig, RolloutConfig
-from tests.rollout.data.test_weight_names import Change, changed, having, without
+from tests.rollout.data.test_model_files import (
+    Change,
+    changed,
+    having,
+    without,
+)
 
 PROMPT = [{"role": "user", "content": "1+1?"}]
 TEXTS = ["2", "it is three, I think", "", "no"]

@@ -1,16 +1,36 @@
-"""What a person reads of a run's progress."""
+"""What a person reads of a run's progress. Where the time of a run went: by hand, of a run in one process, and as it
+is told. What reward functions of a run print: kept in its folder, and its first lines said once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from learner.driver.console import COLUMNS, Phases, Progress, duration
+from cluster.telemetry import Timeline
+from learner.driver import console
+from learner.driver.console import (
+    COLUMNS,
+    Phases,
+    Progress,
+    RewardOutput,
+    age,
+    duration,
+    read_phases,
+    sentence,
+)
 from learner.driver.evaluate import Evaluation
+from rewards.call import Group
+from rewards.config import RewardConfig
+from rewards.limits import NAME
+from rewards.pool import RewardPool
+from tests.learner.loops import build, configure, finish
 
 
 @pytest.mark.parametrize(
@@ -113,3 +133,127 @@ def test_the_mismatch_is_told_with_what_is_usual(dtype: str, mismatches: list[fl
     for step, mismatch in enumerate(mismatches, 2):
         progress.step(step, {"policy/mismatch_k3": mismatch, "policy/staleness_mean": 0.0})
     assert [f"usual in {dtype}" in line for line in said.getvalue().splitlines()] == [False, *told]
+
+
+# Where the time of a run went: by hand, of a run in one process, and as it is told.
+
+
+class Clock:
+    """time.perf_counter that stands still."""
+
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
+    Clock.now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def test_of_what_went_on_at_once_the_first_counts_and_all_adds_up(tmp_path: Path, clock: type[Clock]) -> None:
+    phases, timeline = Phases(began=0.0), Timeline(tmp_path / "timeline.json")
+    clock.now = 3.0
+    phases.until_now("preflight")
+    clock.now = 4.0
+    with timeline.span("generate", "generator-0", concurrent=True):  # 4 to 10
+        clock.now = 6.0
+        with timeline.span("train", "learner"):  # 6 to 7
+            clock.now = 7.0
+        with timeline.span("policy", "learner"), timeline.span("push", "loop"):  # 7 to 7.5
+            clock.now = 7.5
+        with timeline.span("evaluate", "loop"):  # 7.5 to 9.5
+            clock.now = 9.0
+            phases.split(timeline, "other")  # of spans that are still open, what has been
+            timeline.forget_before(3.0)
+            clock.now = 9.5
+        clock.now = 10.0
+    with timeline.span("push", "loop"):  # 10 to 11
+        clock.now = 11.0
+    clock.now = 11.25
+    phases.split(timeline, "other")
+    clock.now = 12.0
+    phases.until_now("end")
+    timeline.close()
+    assert phases.seconds == pytest.approx(
+        {
+            "preflight": 3, "evaluation": 2, "checkpoints": 0, "training": 1.5, "generation": 2.5, "weight sync": 1,
+            "other": 1.25, "end": 0.75,
+        }
+    )  # fmt: skip
+    assert phases.wall == sum(phases.seconds.values()) == 12
+    for resumed in (True, False, True):  # of the second a run began anew
+        phases.record(tmp_path, resumed)
+    with (tmp_path / "phases.jsonl").open("a") as file:  # NaN, too little, still being written
+        file.write('{"at": 1, "wall": NaN}\n{"at": 1}\n[]\n{"at": 1, "wa')
+    lines = read_phases(tmp_path)
+    assert [line["wall"] for line in lines] == [12, 12]
+    assert sum(value for name, value in lines[0].items() if name not in ("at", "wall")) == pytest.approx(12)
+    assert read_phases(tmp_path / "absent") == []
+    assert sentence(phases.seconds) == (
+        "12.0 s: start-up 3.0 (preflight 3.0, Ray 0.0, processes 0.0), evaluation 2.0, checkpoints 0.0, training 1.5, "
+        "generation 2.5, weight sync 1.0, other 1.2, end 0.8"
+    )
+
+
+async def test_the_phases_of_a_run_are_those_of_its_steps(tmp_path: Path) -> None:
+    run = build(tmp_path, configure(), 4, pace_s=1e-3, trainer_s=2e-3)
+    await finish(run)
+    phases: Any = run.sinks.phases
+    assert all(phases.seconds[name] > 0 for name in ("evaluation", "checkpoints", "training", "generation"))
+    assert phases.wall == pytest.approx(sum(phases.seconds.values()))
+
+
+def test_the_age_of_this_process() -> None:
+    before = age()
+    time.sleep(0.05)
+    assert 0.05 <= age() - before < 5
+    assert before > 0
+
+
+# What reward functions of a run print: kept in its folder, and its first lines said once.
+
+
+@pytest.mark.parametrize(
+    "code", ["print(one)", "import sys; sys.stderr.write(one + chr(10))", "os.system('echo ' + one)"]
+)
+def test_lines_are_kept_said_once_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str) -> None:
+    (tmp_path / NAME).write_text("of an earlier start\n")
+    found = RewardOutput(tmp_path)
+    assert (found.first(), found.total()) == ("", "")
+    (tmp_path / "loud.py").write_text(
+        f"import os\ndef loud(completions):\n    for one in completions:\n        {code}\n    return [1.0] * 5\n"
+    )
+
+    async def score() -> None:
+        async with RewardPool([RewardConfig(use=f"{tmp_path}/loud.py:loud")], printed=tmp_path / NAME) as pool:
+            for _ in range(2):
+                await pool.score(Group(["p"] * 5, ["a" * 200, "b", "c", "d", "e"], [[1]] * 5, {}))
+
+    asyncio.run(score())
+    assert found.first() == (f"reward functions print, into {tmp_path / NAME}; its first lines: {'a' * 100} | b | c")
+    assert (found.first(), found.total()) == ("", f"reward functions printed 10 lines, into {tmp_path / NAME}")
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("before", "printed"), [(0, 300), (40, 17)])
+def test_it_grows_no_further_than_it_may_and_what_is_left_out_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, printed: int
+) -> None:
+    monkeypatch.setattr(console, "MOST_LINES", 120)
+    file = tmp_path / NAME
+    file.write_text("0123456\n" * (before // 8))
+    found = RewardOutput(tmp_path)
+    assert found.bound() == ""
+    lines = 0
+    with file.open("ab") as open_elsewhere:  # as functions write
+        for turn in range(3):
+            for _ in range(printed):
+                open_elsewhere.write(b"0123456\n")
+            open_elsewhere.flush()
+            lines += printed
+            told = found.bound()
+            assert (str(file) in told and "what follows is left out" in told) == (turn == 0)
+            assert file.stat().st_size == 120
+    kept = (120 - before) // 8
+    assert found.total() == f"reward functions printed {lines} lines, into {file}, of which {lines - kept} are left out"

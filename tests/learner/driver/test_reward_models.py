@@ -24,7 +24,7 @@ from rollout import ledger
 from rollout.schema import parts_of, rewards_of
 from tests.learner.driver.test_preflight import check, config, model
 from tests.learner.loops import build, configure, finish, lines
-from tests.learner.model.test_roles import theirs
+from tests.learner.model.test_reference import theirs
 
 __all__ = ["config", "model"]  # fixtures
 

@@ -22,7 +22,13 @@ from learner.model.base import load_base, without_weights
 from learner.model.policy import Policy
 from rollout.engine import EngineSettings
 from rollout.vllm.arguments import engine_arguments
-from tests.rollout.data.test_weight_names import Change, changed, having, renamed, without
+from tests.rollout.data.test_model_files import (
+    Change,
+    changed,
+    having,
+    renamed,
+    without,
+)
 
 LORA = LoraConfig(rank=8, alpha=16)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200, 3, 3, 100]])

@@ -1,8 +1,11 @@
-"""A whole model that is trained in shards, over real processes: what one rank computes, and checkpoints of it."""
+"""A whole model that is trained in shards, over real processes: what one rank computes, and checkpoints of it. A
+base in shards over real processes: the bits of a whole base, whatever the model and the settings.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from learner.model.reference import ShardedReference
 from learner.model.trial import wrong_with
 from learner.trainer import state
 from rollout.weights import unpack
-from tests.learner.rank_processes import Failed, rank_processes
+from tests.learner.adapters import written_adapter
+from tests.learner.rank_processes import Failed, rank_processes, steps
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import make_trainer
 from tests.model_rows import ROWS
@@ -351,3 +355,39 @@ def test_files_that_cannot_be_read_in_parts_are_found_at_the_start(tiny_path: st
     file.unlink()
     with pytest.raises(WrongInput, match=r"^model.reference: .* must hold model.safetensors"):
         check_weights(config, followed=True)
+
+
+# A base in shards over real processes: the bits of a whole base, whatever the model and the settings.
+
+EXACT: dict[str, Any] = {"reduce": "exact", "learning_rate": 1e-2, "token_budget": 300}
+SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("tied", "settings", "packed", "ranks"),
+    [
+        pytest.param(False, SEVERAL | {"checkpointing": "full"}, True, 3, marks=pytest.mark.long),
+        (True, {}, False, 2),
+        pytest.param(
+            False, {"algorithm": "ppo", "dtype": "bfloat16", "checkpointing": 1}, True, 2, marks=pytest.mark.long
+        ),
+    ],
+    ids=["packed", "tied, padded", "PPO"],
+)
+async def test_a_base_in_shards_changes_no_bit(
+    tmp_path: Path, ragged: list[pa.Table], tied: bool, settings: dict[str, Any], packed: bool, ranks: int
+) -> None:
+    path = str(make_tiny_model(tmp_path / "model", tied=tied))
+    adapter = written_adapter(path, tmp_path, seed=1)
+    alone = await steps(make_trainer(path, adapter=adapter, **EXACT, **settings), ragged, 2, packed)
+    assert len({digest for digest, _ in alone}) == 2
+    with rank_processes(ranks, path, sharded=True, adapter=adapter, **EXACT, **settings) as processes:
+        assert processes.all(steps, ragged, 2, packed) == [alone] * ranks

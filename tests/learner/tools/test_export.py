@@ -1,12 +1,18 @@
-"""gleaner export: what it writes is what was learned, and a fault of it is noticed."""
+"""gleaner export: what it writes is what was learned, and a fault of it is noticed. gleaner export --push-to: what
+goes to a hub, when, and what a hub that will not have it costs. Each thing that an export is refused for, by itself.
+What gleaner export refuses, in one sentence each, and that nothing is left behind.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +20,251 @@ import peft
 import pyarrow as pa
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.files import digests_in
 from examples.random_families import make_family
+from learner.driver import checkpoint
 from learner.driver.checkpoint import name_of
 from learner.tools.cli import main
+from learner.tools.export import command, source
 from learner.tools.export.card import shortened
+from learner.tools.export.source import (
+    ExportFailed,
+    Proof,
+    Said,
+    Window,
+    check,
+    compare,
+)
 from tests.learner.tools.exports import STEP, run_folder
+from tests.learner.tools.fake_hub import FakeHub, fake_hub
+
+# gleaner export --push-to: what goes to a hub, when, and what a hub that will not have it costs.
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    with fake_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        yield server
+
+
+def test_a_verified_folder_is_uploaded_to_a_private_repository(
+    tiny_path: str, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = run_folder(tmp_path, tiny_path, None), tmp_path / "out"
+    assert main(["export", str(run), str(out), "--adapter-only", "--push-to", "owner/name"]) == 0
+    assert [(one["name"], one["organization"], one["visibility"]) for one in hub.created] == [
+        ("name", "owner", "private")
+    ]
+    assert sorted(hub.files) == sorted(file.name for file in out.iterdir())
+    assert f"hub      {hub.address}/owner/name" in capsys.readouterr().out
+    assert "--lora-modules mine=owner/name" in (out / "README.md").read_text()
+
+
+def test_what_is_not_verified_is_not_uploaded(
+    tiny_path: str, tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skipped(self: Any, **_: Any) -> Any:
+        return self.unload()
+
+    monkeypatch.setattr(peft.PeftModel, "merge_and_unload", skipped, raising=False)
+    run = run_folder(tmp_path, tiny_path, None)
+    assert main(["export", str(run), str(tmp_path / "out"), "--push-to", "owner/name", "--public"]) == 1
+    assert hub.asked == ["GET /api/whoami-v2"]
+
+
+def test_a_hub_that_will_not_have_it_is_one_sentence_before_any_work(
+    tiny_path: str, tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path, tiny_path, None)
+    words = ["export", str(run), str(tmp_path / "out"), "--push-to", "owner/name"]
+    hub.status = 401
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --push-to: the hub does not take the login: ")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: --push-to: 127.0.0.1 cannot be reached within 4 s; try again when it can be reached, or leave "
+        "--push-to out"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mine"]
+
+
+# Each thing that an export is refused for, by itself.
+
+GOOD = Proof("bfloat16", tokens=9, recorded=True, moved=0.2, rms=0.05, worst=0.5, greedy=8, flipped=0)
+
+
+def test_what_is_within_passes() -> None:
+    check(GOOD)
+    check(replace(GOOD, moved=None, rms=0.1, worst=1.0))
+    check(replace(GOOD, dtype="float32", moved=1e-5, rms=1e-4, worst=1e-3))  # nothing was learned that could be lost
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({"rms": 0.11, "moved": 9.0}, "must say what the adapter says"),
+        ({"worst": 1.1}, "must say what the adapter says"),
+        ({"flipped": 1}, "with 1 other greedy tokens"),
+        ({"rms": nan}, "must say what the adapter says"),
+        ({"worst": nan}, "must say what the adapter says"),
+        ({"rms": 0.02, "dtype": "float32"}, "must say what the adapter says, within 0.0001 nats rms"),
+        ({"moved": 0.09}, "rounding takes away 0.05 nats rms of the 0.09"),
+    ],
+)
+def test_each_fault_alone_is_refused(fault: dict[str, float], told: str) -> None:
+    with pytest.raises(ExportFailed, match=told):
+        check(replace(GOOD, **fault))  # type: ignore[arg-type]
+
+
+def test_another_likeliest_token_counts_where_it_was_not_about_as_likely() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    expected = Said(logprobs, torch.tensor([4, 5, 6]), torch.tensor([0.5, 0.0005, 0.5]))
+    found = Said(logprobs + torch.tensor([3e-4, 0.0, -4e-4]), torch.tensor([7, 8, 6]), torch.zeros(3))
+    base = Said(logprobs - 2.0, expected.likeliest, expected.margin)
+    proof = compare(expected, found, base, "float32", recorded=False)
+    assert (proof.tokens, proof.greedy, proof.flipped, proof.recorded) == (3, 1, 1, False)
+    assert proof.rms == pytest.approx(5e-4 / 3**0.5, rel=1e-2)
+    assert proof.worst == pytest.approx(4e-4, rel=1e-2)
+    assert proof.moved == pytest.approx(2.0)
+
+
+# What gleaner export refuses, in one sentence each, and that nothing is left behind.
+
+STEP_FOLDER = f"checkpoints/{checkpoint.name_of(STEP)}"
+
+
+def nothing(run: Path) -> None: ...
+
+
+def cut(run: Path) -> None:
+    file = run / STEP_FOLDER / "trainer" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def of_another_version(run: Path) -> None:
+    file = run / STEP_FOLDER / "config.json"
+    file.write_text(file.read_text().replace('"seed":0', '"sead":0'))
+    _seal(run)
+
+
+def without_config(run: Path) -> None:
+    (run / STEP_FOLDER / "trainer" / "adapter_config.json").unlink()
+    _seal(run)
+
+
+def _seal(run: Path) -> None:
+    manifest = run / STEP_FOLDER / checkpoint.MANIFEST
+    manifest.unlink()
+    manifest.write_text(json.dumps({"step": STEP, "files": digests_in(run / STEP_FOLDER)}))
+
+
+def of_another_base(run: Path) -> None:
+    file = run / STEP_FOLDER / "inputs.json"
+    inputs = json.loads(file.read_text())
+    inputs["base"]["model.safetensors"] = "f" * 64
+    file.write_text(json.dumps(inputs))
+    _seal(run)
+
+
+def taken(run: Path) -> None:
+    (run.parent / "out" / "mine").mkdir(parents=True)
+
+
+def linked(run: Path) -> None:
+    (run.parent / "elsewhere").mkdir()
+    (run.parent / "out").symlink_to(run.parent / "elsewhere")
+
+
+REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
+    (lambda run: (run / "config.yaml").unlink(), [], "RUN: must be a run folder such as .*; check the path$"),
+    (lambda run: shutil.rmtree(run / "checkpoints"), [], "RUN: .* has no checkpoint yet; wait for its first"),
+    (cut, [], r"RUN: no checkpoint in .* is whole \(step-000008: trainer/adapter_model.safetensors has .* bytes"),
+    (cut, ["--step", "8"], "--step: .*step-000008 is not whole .*; give another step"),
+    (nothing, ["--step", "4"], r"--step: must be one whose checkpoint is kept \(8\), got 4; raise checkpoint.keep"),
+    (of_another_version, [], r"another version of gleaner, .* cannot read all \(sead: unknown key.*go on with the run"),
+    (without_config, [], "holds no adapter_config.json, as those of an older version of gleaner"),
+    (of_another_base, [], "model.path: .* must be the base that .*, and has another model.safetensors; put the same"),
+    (taken, [], "OUT: must be a new or empty folder, and .*/out is not; give another"),
+    (linked, [], "OUT: must be a folder that can be made, and .*/out is a link or a mount; give .*/out/NAME"),
+    (nothing, ["--adapter-only", "--dtype", "float32"], "--dtype: is for merged weights and does not go with --ad"),
+    (nothing, ["--adapter-only", "--gguf"], "--gguf: is for merged weights and does not go with --adapter-only"),
+    (nothing, ["--outtype", "f16"], "--outtype: goes with --gguf, which is not given"),
+    (nothing, ["--public"], "--public: goes with --push-to, which is not given"),
+    (nothing, ["--scores", "absent.json"], "--scores: must be a file of what gleaner eval --json printed, got absent"),
+    (nothing, ["--push-to", "mine"], "--push-to: must be OWNER/NAME, got mine; put your name"),
+    (nothing, ["--push-to", "a/b c"], "--push-to: must be OWNER/NAME, got a/b c: Repo id must"),
+    (nothing, ["--push-to", "a/b"], "--push-to: the hub is switched off by HF_HUB_OFFLINE; unset it"),
+    (nothing, ["--gguf"], "LLAMA_CPP: must be the folder of llama.cpp, got .*, without convert_hf_to_gguf.py; git"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "options", "told"), REFUSED)
+def test_what_is_wrong_is_one_sentence_before_anything_is_written(
+    made: Path, tmp_path: Path, change: Callable[[Path], object], options: list[str], told: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    run = tmp_path / "mine"
+    shutil.copytree(made, run)
+    change(run)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["export", str(run), str(tmp_path / "out"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(told, line)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_too_little_room_is_told_in_bytes(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(made), str(tmp_path / "out")]
+    monkeypatch.setattr(source, "available_memory", lambda: 2**20)
+    assert main(words) == 2
+    assert "merging in float32 needs 1.9 GiB of memory, 1 MiB are free; give --adapter-only" in capsys.readouterr().err
+    monkeypatch.setattr(source, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
+    assert main(words) == 2
+    assert f"OUT: needs 48 MiB on the disk of {tmp_path}, which has 1 MiB left" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "mine"
+    shutil.copytree(made, run)
+
+    def pruned(*_: object) -> list[Window]:
+        shutil.rmtree(run / STEP_FOLDER)
+        return []
+
+    monkeypatch.setattr(command, "recorded", pruned)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 1
+    assert "RUN: step-000008 was deleted meanwhile, as the run went on" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_meanwhile_is_one_sentence(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes of a file
+    try:
+        assert main(["export", str(made), str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "Loading weights" not in one]
+    assert line.startswith(f"error: OUT: {tmp_path} does not take the weights: ")
+    assert list(tmp_path.iterdir()) == []
+
 
 IDS = torch.tensor([[5, 9, 200, 33, 71, 8]])
 

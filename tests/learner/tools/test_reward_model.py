@@ -25,7 +25,7 @@ from learner.tools.bradley_terry import ROLE, Pair, PairLearner, _loss, read_pai
 from learner.tools.cli import main
 from learner.trainer.memory_limit import TokenBudget
 from rollout.data.chat import Chat
-from tests.learner.model.test_roles import theirs
+from tests.learner.model.test_reference import theirs
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 PAIRS = [

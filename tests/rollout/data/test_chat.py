@@ -1,4 +1,8 @@
-"""The chat template is applied once and exactly; what cannot work is refused with a next step."""
+"""The chat template is applied once and exactly; what cannot work is refused with a next step. What ends a
+completion: which strings are tokens, and which are text.
+"""
+
+from __future__ import annotations
 
 import json
 import subprocess
@@ -424,3 +428,20 @@ def test_a_tokenizer_that_names_no_added_tokens_is_refused(tmp_path: Path, monke
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "vocab_size": 131072}))
     with pytest.raises(ChatError, match=r"^model.path: the tokenizer of .* SimpleNamespace, .* a tokenizer.json$"):
         Chat.load(str(tmp_path))
+
+
+# What ends a completion: which strings are tokens, and which are text.
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat(make_tokenizer(), EOS_IDS, VOCAB_SIZE)
+
+
+def test_a_special_token_ends_by_its_id_and_other_strings_by_the_text(chat: Chat) -> None:
+    assert chat.stops(()) == (EOS_IDS, ())
+    assert chat.stops(["</answer>", "<|im_start|>", "<|im_end|>", "\n\n"]) == ((*EOS_IDS, 257), ("</answer>", "\n\n"))
+    with pytest.raises(
+        ChatError, match=r"rollout\.stop: '</answer><\|im_end\|>' must not mix the special token '<\|im"
+    ):
+        chat.stops(["</answer><|im_end|>"])

@@ -1,18 +1,31 @@
-"""Problems from every source, tokenised once, in an order that depends on seed and epoch and on nothing else."""
+"""Problems from every source, tokenised once, in an order that depends on seed and epoch and on nothing else.
+Problems without a text of their own: an environment says what the model is asked. What is known of prompts before
+each is tokenised: never other than what tokenising all of them says. The data ledger: whatever is lost, dropped,
+saved and restored, each position is consumed exactly once.
+"""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, normalizers
 
 from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
+from learner.config import RunConfig
+from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
-from rollout.data.chat import Chat
-from rollout.data.problems import Problems, load
+from rollout.data import problems as stock
+from rollout.data.chat import Chat, Messages, Prompt
+from rollout.data.problems import Cursor, Problems, load
+from rollout.schema import Problem
+from tests.rollout.data.test_sources import Letters
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
 NO_EVAL = EvalConfig(every=0)
@@ -286,3 +299,225 @@ def test_without_shuffle_each_epoch_is_in_the_order_of_the_source(tmp_path: Path
     assert [problems.at(i).epoch for i in (10, 11)] == [0, 1]
     fit = problems.fitting(data, 256, tools=1)
     assert [fit.at(i).columns["question"] for i in range(3)] == kept[:3]
+
+
+# Problems without a text of their own: an environment says what the model is asked.
+
+
+def loaded(eval_: dict[str, Any] | None = None, **config: Any) -> tuple[Problems, list[Problem]]:
+    return load(DataConfig(**config, eval=EvalConfig(**eval_ or {})), Letters(), 99, 0)
+
+
+@pytest.mark.parametrize("size", [1, 30, None])
+def test_there_are_as_many_as_are_asked_for_and_others_for_evaluation(size: int | None) -> None:
+    problems, held_out = loaded({"size": 5}, path="env:own", size=size)
+    assert (len(problems), len(held_out)) == (size or 1000, 5)
+    asked = [problems.at(i) for i in range(len(problems))]
+    assert all(one.messages == ({"role": "user", "content": ""},) for one in asked)
+    numbers = {one.columns["episode"] for one in asked}
+    assert numbers == set(range(len(problems)))
+    assert not numbers & {one.columns["episode"] for one in held_out}
+    assert asked[0].id.startswith("env-")
+
+
+def test_rows_without_a_prompt_are_told_apart_by_their_columns(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    rows = [{"environment": name, "level": i // 2} for i in range(30) for name in ("maze", "chess")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems, held_out = loaded(path=str(file), prompt=None, system="Play.")
+    assert [message["role"] for message in problems.at(0).messages] == ["system", "user"]  # type: ignore[index]
+    out = {(one.columns["environment"], one.columns["level"]) for one in held_out}
+    assert len(out) == 3  # a tenth of the thirty different ones
+    assert len(problems) == 60 - 2 * 3
+    assert not out & {(problems.at(i).columns["environment"], problems.at(i).columns["level"]) for i in range(54)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"split": "test"}, "data.split: .* no splits, got 'test'"),
+        ({"args": {"a": 1}}, "data.args: env:own takes none"),
+    ],
+)
+def test_it_has_neither_splits_nor_arguments(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(WrongInput, match=sentence):
+        loaded(path="env:own", **wrong)
+
+
+# What is known of prompts before each is tokenised: never other than what tokenising all of them says.
+
+WORDS = [
+    "plus",
+    "What",
+    "is",
+    "\u00e9",
+    "\ufdfa",
+    "q" * 40,
+    "1+1",
+    "\u2028",
+    "a\tb",
+    "\uff21\uff22",
+    "\u2026" * 9,
+    "<|im_end|>",
+    "stra\u00dfe",
+    "42",
+]
+
+
+class Counting(Chat):
+    rendered = 0
+
+    def render(self, messages: Messages, tools: Any = ()) -> tuple[Prompt, tuple[int, ...]]:
+        self.rendered += 1
+        return super().render(messages, tools)
+
+
+def stock_chat(kind: str) -> Counting:
+    tokenizer: Any = make_tokenizer()
+    if kind == "plain":
+        tokenizer.chat_template = None
+    if kind == "lower":
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    if kind == "digits":  # texts that differ in more than letter case and white space are one prompt
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[0-9]"), "0")
+    if kind == "longer":  # a word has more tokens than bytes
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("q", "?!" * 9)
+    return Counting(tokenizer, EOS_IDS, VOCAB_SIZE)
+
+
+def rows() -> list[dict[str, str]]:
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 9))) + f" {i % 90}" for i in range(150)]
+    alike = [change(text) for text in texts[:40] for change in (str.upper, lambda text: text.replace(" ", "  "), str)]
+    return [{"question": text} for text in ["1 or", "2 or", *texts, *alike]]
+
+
+@pytest.mark.parametrize("system", [None, "Answer with a number."])
+@pytest.mark.parametrize("kind", ["chat", "plain", "lower", "digits", "longer"])
+def test_the_same_problems_as_if_all_had_been_tokenised(
+    kind: str, system: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which fit, which are held out, and which of these are in training as well."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    data = DataConfig(path=str(file), overlong="drop", system=system, eval=EvalConfig(size=9))
+    found = []
+    for first in (20, 10**9):
+        monkeypatch.setattr(stock, "FIRST", first)
+        problems, held_out = load(data, stock_chat(kind), 70, seed=3)
+        found.append(([problems.at(place) for place in range(len(problems))], held_out))
+    assert found[0] == found[1]
+    fitting, held_out = found[0]
+    assert 50 < len(fitting) < 272 - 9
+    assert {problem.prompt_ids for problem in fitting}.isdisjoint(problem.prompt_ids for problem in held_out)
+
+
+def test_short_prompts_are_tokenised_as_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "FIRST", 20)
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"question": f"What is {i} plus {i}?"}) + "\n" for i in range(500)))
+    counting = stock_chat("chat")
+    problems, held_out = load(DataConfig(path=str(file), eval=EvalConfig(size=9)), counting, 256, seed=0)
+    assert (len(problems), len(held_out)) == (491, 9)
+    assert counting.rendered < 50
+
+
+def test_a_prompt_that_is_longer_than_was_held_to_be_ends_by_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompts told nothing of a word that this tokenizer makes many tokens of."""
+    monkeypatch.setattr(stock, "FIRST", 20)
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"question": "q" if i == 90 else "a"}) + "\n" for i in range(91)))
+    problems, _ = load(DataConfig(path=str(file), eval=EvalConfig(every=0)), stock_chat("longer"), 25, seed=0)
+    with pytest.raises(WrongInput, match=r"^rollout.max_prompt_length: .* into 25 tokens, and train-90 has \d\d"):
+        [problems.at(place) for place in range(len(problems))]
+
+
+def test_rows_have_the_digest_that_older_runs_recorded(tmp_path: Path) -> None:
+    """As they were read by 5cd265e, from a list; else none of its runs would go on."""
+    config = RunConfig.model_validate(
+        {"model": {"path": str(tmp_path)}, "data": {"path": "d"}, "rewards": [{"use": "format"}]}
+    )
+    content = [{"b": 1.5, "a": "\u00e9", "c": [None, {"z": 10**30}]}, {"a": "2024-01-05"}]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in content))
+    problems, _ = load(
+        DataConfig(path=str(file), prompt="a", eval=EvalConfig(every=0)), stock_chat("chat"), 256, seed=0
+    )
+    assert fingerprints_of(config, problems.rows()).data == {
+        "number of rows": "2",
+        "rows": "5196fb95a4aa5597c62f0f010ac3c5a17350cdd781d2f2c2084f6058221e5a54",
+    }
+
+
+# The data ledger: whatever is lost, dropped, saved and restored, each position is consumed exactly once.
+
+MOVES = st.lists(st.tuples(st.sampled_from(["issue", "issue", "again", "finish"]), st.integers(0, 9)), max_size=12)
+
+
+class Run:
+    """One process: issues, loses and consumes; knows what it has consumed."""
+
+    def __init__(self, state: str, consumed: list[int]) -> None:
+        self.cursor, self.consumed = Cursor(), list(consumed)
+        self.cursor.restore(**json.loads(state))
+        self.flying: list[tuple[int, int]] = []
+        self.issued: set[tuple[int, int]] = set()
+
+    def move(self, what: str, number: int) -> None:
+        if what == "issue":
+            place = self.cursor.issue()
+            assert place not in self.issued  # a group_id is unique
+            self.issued.add(place)
+            self.flying.append(place)
+        elif self.flying:
+            position, attempt = self.flying.pop(number % len(self.flying))
+            if what == "again":
+                self.cursor.again(position, attempt)
+            else:
+                self.cursor.finish(position)
+                self.consumed.append(position)
+
+
+@given(lives=st.lists(st.tuples(MOVES, MOVES), min_size=1, max_size=4))
+def test_each_position_is_consumed_once_on_the_surviving_line(
+    lives: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]],
+) -> None:
+    state, consumed = json.dumps(Cursor().state()), list[int]()
+    for kept, undone in lives:
+        run = Run(state, consumed)
+        for move in kept:
+            run.move(*move)
+        state, consumed = json.dumps(run.cursor.state()), list(run.consumed)
+        for move in undone:  # after the checkpoint, before the kill
+            run.move(*move)
+    run = Run(state, consumed)
+    for _ in range(40):  # and then all goes well
+        run.move("issue", 0)
+        run.move("finish", 0)
+    assert len(run.consumed) == len(set(run.consumed))
+    assert {*range(run.cursor.low)} == set(run.consumed)  # 40 are more than were ever skipped: no hole is left
+
+
+def test_what_was_lost_comes_before_what_is_new_lowest_first() -> None:
+    cursor = Cursor()
+    assert [cursor.issue() for _ in range(4)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    cursor.again(3, 0)
+    cursor.again(1, 0)
+    assert [cursor.issue() for _ in range(3)] == [(1, 1), (3, 1), (4, 0)]
+
+
+def test_after_a_restore_only_what_was_done_is_skipped() -> None:
+    cursor = Cursor()
+    cursor.restore(2, [3, 6, 7])
+    assert [cursor.issue()[0] for _ in range(5)] == [2, 4, 5, 8, 9]
+
+
+def test_a_position_cannot_be_consumed_twice() -> None:
+    cursor = Cursor()
+    cursor.restore(5, [7])
+    for position in (4, 7):
+        with pytest.raises(ValueError, match=f"position {position} was consumed twice"):
+            cursor.finish(position)
+    assert cursor.state() == {"low": 5, "done": [7]}

@@ -1,4 +1,6 @@
-"""Files and folders of this machine: every shape of data that people have, and every way in which it is broken."""
+"""Files and folders of this machine: every shape of data that people have, and every way in which it is broken.
+Which problems are held out of training, and what is said where they cannot be.
+"""
 
 import bz2
 import csv
@@ -7,7 +9,9 @@ import io
 import json
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,7 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster.errors import WrongInput
+from rollout.config import DataConfig, EvalConfig
 from rollout.data import files, sources, tables
+from rollout.data.chat import Messages, Prompt
+from rollout.data.problems import load
 from rollout.data.sources import read
 
 ROWS = [{"question": f"What is {i}+{i}?", "answer": 2 * i} for i in range(20)]
@@ -376,3 +383,56 @@ def test_the_first_piece_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPa
     now = 103.0
     assert one.late(5) == "5 of 10 took 3 s, so that all would take 7 s of 4"
     assert one.late(8) == ""
+
+
+# Which problems are held out of training, and what is said where they cannot be.
+
+
+class Letters:
+    """The text's bytes as token ids; texts that begin with `slow` take 0.02 s by `self.now`, a clock of its own."""
+
+    def __init__(self, slow: str = "?") -> None:
+        self._slow = slow
+        self.now = 0.0
+
+    def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
+        text = messages[-1]["content"]
+        if text.startswith(self._slow):
+            self.now += 0.02
+        return tuple(map(dict, messages)), tuple(text.encode())
+
+    def count(self, text: str) -> int:
+        return len(text.encode())
+
+
+def jsonl(file: Path, questions: Sequence[str]) -> str:
+    file.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
+    return str(file)
+
+
+def config(path: str, /, **eval_: Any) -> DataConfig:
+    return DataConfig(path=path, eval=EvalConfig(**eval_))
+
+
+def test_a_prompt_that_training_repeats_stays_repeated(tmp_path: Path) -> None:
+    """A tenth of the twenty different ones is held out, each of which is there three times."""
+    problems, held_out = load(config(jsonl(tmp_path / "a.jsonl", [f"q{i // 3}" for i in range(60)])), Letters(), 99, 0)
+    assert (len(problems), len(held_out)) == (54, 2)
+
+
+def test_arguments_are_those_of_their_path(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question;answer\na;1\n")
+    data = config(str(tmp_path / "a.csv"), path=jsonl(tmp_path / "b.jsonl", ["b"]))
+    _, (held_out,) = load(data.model_copy(update={"args": {"sep": ";"}}), Letters(), 99, 0)
+    assert held_out.columns == {"question": "b"}
+
+
+@pytest.mark.parametrize(("slow", "key"), [("train", r"data\.size"), ("held", r"data\.eval\.size")])
+def test_the_problems_that_take_too_long_are_named(
+    slow: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = Letters(slow)
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: letters.now))
+    train, held = (jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(900)]) for name in ("train", "held"))
+    with pytest.raises(WrongInput, match=f"^{key}: tokenising .* took .*; lower {key}$"):
+        load(config(train, path=held), letters, 99, 0, deadline_s=2)

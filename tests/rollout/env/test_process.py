@@ -1,4 +1,7 @@
-"""Environments in processes of their own: every way to break one has a name, and leaves nothing behind."""
+"""Environments in processes of their own: every way to break one has a name, and leaves nothing behind. An
+environment's code, loaded once by the process that all of them are forked from. What an environment may answer,
+before it leaves its process. The environment of docs/environments.md, as it stands there.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,19 @@ import psutil
 import pytest
 
 from rollout.env.config import EnvConfig
+from rollout.env.host import (
+    BadAnswer,
+    encoded,
+    make,
+    parts,
+    start_to_json,
+    step_to_json,
+)
 from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Start, Step, Turn
 from rollout.schema import Problem
+from tests.rollout.env.hand import problem, said
 
 FAULTY = f"{Path(__file__).with_name('faulty.py')}:Plain"
 PROBLEM = Problem("train-1", "1 + 1", {"answer": "2"}, (1, 2), 1, 0)
@@ -278,3 +290,133 @@ async def test_each_process_has_random_numbers_of_its_own_and_ends_if_who_closes
         await closing
     assert not psutil.pid_exists(int(mark.name))
     made.close()
+
+
+# An environment's code, loaded once by the process that all of them are forked from.
+
+LOADED = """
+import os
+import time
+from rollout.env.protocol import Start
+
+open(__file__ + ".loaded", "a").write(os.environ["MY_API_KEY"])
+if "hang" in __file__:
+    time.sleep(600)
+
+
+class Own:
+    async def reset(self, problem, seed):
+        return Start((), state=os.environ["MY_API_KEY"])
+
+    async def close(self):
+        pass
+
+    step = score = close
+"""
+
+
+@pytest.fixture
+def another_server() -> None:
+    """None has loaded other code."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+async def loaded(path: Path, seconds: float, times: int) -> list[str]:
+    """States of environments whose code is LOADED at that path, or their fault's outcome."""
+    path.write_text(LOADED)
+    how = EnvConfig(use=f"{path}:Own", variables=("MY_API_KEY",), step_timeout_s=seconds / 2)
+    made, found = Forks(spec_of(how)), []
+    for _ in range(times):
+        env: Any = EnvironmentProcess(made, how)
+        try:
+            found.append((await env.reset(PROBLEM, 3)).state)
+        except EnvironmentFault as fault:
+            found.append(fault.outcome)
+        async with asyncio.timeout(60):
+            await env.close()
+    made.close()
+    return found
+
+
+@pytest.mark.usefixtures("another_server")
+async def test_code_is_loaded_once_with_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sesame ")
+    assert await loaded(tmp_path / "mine.py", 60, 2) == ["sesame "] * 2
+    assert (tmp_path / "mine.py.loaded").read_text() == "sesame "
+
+
+@pytest.mark.usefixtures("another_server")
+async def test_code_that_never_loads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sesame")
+    assert await loaded(tmp_path / "hang.py", 1, 1) == ["env_timeout"]
+
+
+@pytest.mark.parametrize(
+    ("use", "args", "sentence"),
+    [
+        ("trl_rollout_func", {"model": "m"}, "trl_rollout_func needs function; set env.args.function (got model)"),
+        (
+            "number_guessing",
+            {"high": 7, "lowest": 1},
+            "number_guessing takes low, high, max_turns, got lowest; correct it, or leave it out",
+        ),
+    ],
+)
+def test_arguments_that_an_environment_lacks_or_does_not_have(use: str, args: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadAnswer) as refused:
+        make(use, args)
+    assert str(refused.value) == f"env.args: {sentence}"
+
+
+# What an environment may answer, before it leaves its process.
+
+
+def user(**message: Any) -> Step:
+    return Step(({"role": "user", "content": "a"} | message,))
+
+
+NESTED: Any = []
+for _ in range(500):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "sentence"),
+    [
+        (step_to_json, user(content="a\ud83d"), "step: a message's content must be text that UTF-8 can hold"),
+        (step_to_json, user(name=["b"]), "step: a message's name must be text that UTF-8 can hold, got .'b'"),
+        (step_to_json, user(tool_call_id=3), "step: a message's tool_call_id must be text"),
+        (step_to_json, Step(done=True, metrics={"\ud83d": 1.0}), "step: numbers must come as a mapping from names"),
+        (step_to_json, Step(done=True, warnings={"tool": None}), "step: warnings must come as a mapping"),  # type: ignore[dict-item]
+        (step_to_json, Step(done=True, reward=1e39), "step: reward must be a finite number of at most 1e30, got 1e"),
+        (parts, {"env": 5.0}, "score: a reward is named env already"),
+        (start_to_json, Start((), ({"name": "search"},)), 'reset: tools must be a sequence of {"type": "function"'),
+        (lambda answer: encoded("step", step_to_json(answer)), user(seen=NESTED), "step: .* nested at most 100 deep"),
+    ],
+)
+def test_what_no_tokenizer_template_or_ledger_takes_is_said(check: Any, answer: Any, sentence: str) -> None:
+    with pytest.raises(BadAnswer, match=sentence):
+        check(answer)
+
+
+# The environment of docs/environments.md, as it stands there.
+
+TEXT = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+
+
+async def test_the_documented_environment_runs_as_it_is(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(# my_env.py\n.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "my_env.py").write_text(code)
+    config = EnvConfig(use=f"{tmp_path}/my_env.py:MyEnvironment", args={"hints": 2})
+    forks = Forks(spec_of(config))
+    env: Any = EnvironmentProcess(forks, config)
+    assert (await env.reset(problem("2 + 2", answer="4"), 0)).messages == ()
+    step = await env.step(said("5"))
+    assert (step.messages, step.done) == (({"role": "user", "content": "Not quite, try again."},), False)
+    step = await env.step(said(" 4"))
+    assert (step.reward, step.done, await env.score()) == (1.0, True, {})
+    await env.close()
+    forks.close()

@@ -19,7 +19,7 @@ from rollout.engine import EngineDied
 from rollout.types import EngineError, Sampling
 from rollout.vllm.arguments import engine_arguments, keeps_states, lora_arguments
 from tests.model_rows import ROWS
-from tests.rollout.data.test_weight_names import changed, without
+from tests.rollout.data.test_model_files import changed, without
 from tests.rollout.engine_case import PROMPT, EngineCase, run, settings
 
 

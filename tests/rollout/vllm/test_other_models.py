@@ -14,7 +14,7 @@ from learner.model.logprob import token_logprobs
 from learner.trainer.trainer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
-from tests.learner.model.test_families import adapted
+from tests.learner.model.test_export import adapted
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats; measured 2e-6
