@@ -240,8 +240,10 @@ def wire(
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
     metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
-    sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay)
-    turns = hooks_of(inputs.arrangement).wired(trainer, producers, deadlines)
+    hooks = hooks_of(inputs.arrangement)
+    turns = hooks.wired(trainer, producers, deadlines)
+    without_base_s = hooks.without_base_s(deadlines)
+    sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay, without_base_s=without_base_s)
     record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
     reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)
     loop = Loop(

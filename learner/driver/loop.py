@@ -24,7 +24,7 @@ from cluster.files import WriteFailed
 from cluster.telemetry import Timeline
 from learner.algo.advantage import has_signal
 from learner.config import RunConfig
-from learner.driver.arrangement import Turns, hooks_of
+from learner.driver.arrangement import Turns
 from learner.driver.evaluate import HeldOut, RewardModels
 from learner.driver.failure import LearnerError, RunEnded, first_of, sentence_of
 from learner.driver.metrics import MismatchGuard, batch_metrics, failing, unscored
@@ -434,6 +434,7 @@ class WeightSync:
         pipes: Pipes,
         *,
         stays: bool,
+        without_base_s: float,
     ) -> None:
         self._trainer, self._producers, self._pipes = trainer, producers, pipes
         self._dtype, self._stays = config.kv_dtype, stays
@@ -441,7 +442,7 @@ class WeightSync:
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
         deadlines = config.cluster.deadlines
         self._push_s = deadlines.push
-        self._probe_s = deadlines.push + hooks_of(config.arrangement).without_base_s(deadlines)
+        self._probe_s = deadlines.push + without_base_s
         under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
         self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting
         self._expected: asyncio.Future[Answer] | None = None  # to the newest probe

@@ -395,6 +395,26 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
     assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
 
 
+async def test_what_a_cancelled_take_gives_back_is_younger_than_a_slow_group_still() -> None:
+    buffer = Buffer(2, 2, max_bytes=2**20, on_drop=print)
+    slow, *quick = [await buffer.admit() for _ in range(3)]
+    for number, slot in enumerate(quick, start=1):
+        await buffer.put(slot, group(number))
+    await taking(buffer, 2, oldest_version=-1)
+    buffer.release(2)
+    for _ in range(3):
+        younger = await buffer.admit()
+    assert (slow.version, younger.version) == (0, 1)
+    await buffer.put(younger, group(3, version=1))
+    waiting = asyncio.create_task(taking(buffer, 2, oldest_version=-1))
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await buffer.put(slow, group(0))
+    assert list(map(position, await taking(buffer, 2, oldest_version=-1))) == [0, 3]
+
+
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:
     dropped: list[pa.Table] = []
     buffer = Buffer(1, 0, max_bytes=2**20, on_drop=dropped.append)

@@ -170,7 +170,7 @@ def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     assert settle(asked[0], BERT).arrangement.in_turns
     assert not settle(*run()).arrangement.in_turns
     for prepared in (settle(*asked), settle(*run())):
-        assert worker_spec(config, 0, prepared).engine.sleeps == settled.arrangement.in_turns
+        assert worker_spec(config, 0, prepared).engine.sleeps == prepared.arrangement.in_turns
 
 
 def test_generators_on_a_card_are_counted_as_they_are_placed() -> None:
