@@ -362,7 +362,7 @@ class StepMetrics:
         return held
 
     def check_folder(self, step: int) -> None:
-        """Raises FileNotFoundError if the run folder was deleted or replaced since the run began."""
+        """Raises FolderGone if the run folder was deleted or replaced since the run began."""
         self._sinks.metrics.check_folder(step)
 
     def note(self, text: str) -> None:
