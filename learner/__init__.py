@@ -32,9 +32,8 @@ HOMES = {
 
 def _import_the_others() -> None:
     """Imports the packages beside this one, before a file such as rewards.py in the folder of the user's script can be
-    imported in their place. A module of the user's that has been imported by such a name is kept in
-    cluster.own_path.ASIDE, from where its attributes are still found. Raises ImportError if one of gleaner's packages
-    cannot be found."""
+    imported in their place. A user's module that has such a name and is imported already is kept in
+    cluster.own_path.ASIDE, where its attributes are still found. Raises ImportError for a package that is missing."""
     root = Path(__file__).parents[1]
     names = ("cluster", "rewards", "rollout")
     aside = {name: sys.modules[name] for name in names if name in sys.modules and not _is_ours(sys.modules[name], root)}
@@ -61,8 +60,7 @@ _import_the_others()
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of the Python interface when it is first used, since every process of a run imports this
-    package."""
+    """Imports a name of the Python interface when it is first used: every process of a run imports this package."""
     if name not in HOMES:
         from cluster.own_path import of_users
 

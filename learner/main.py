@@ -1,6 +1,5 @@
 """The command `gleaner train`, or `python -m learner.main`: parses the command line, checks the inputs, runs. The first
-part is what all of gleaner's commands use for their command lines.
-"""
+part is what all of gleaner's commands use for their command lines."""
 
 import asyncio
 import difflib
@@ -46,8 +45,7 @@ Asked = TypeVar("Asked", bound=Request)
 
 
 def command_of(request: type[Asked], run: Callable[[Asked], int], name: str) -> Any:
-    """Typer's command of that name, which calls `run` with the request that the command line makes, and returns the
-    exit code."""
+    """Typer's command of that name. It calls `run` with the command line's request, and returns the exit code."""
 
     def command(**given: Any) -> int:
         return run(request(**given))
@@ -108,8 +106,7 @@ def _whole(given: str | int, least: int) -> int:
 
 
 def sentence(error: typer.TyperException, program: str) -> str:
-    """The error as one sentence, without Typer's text on usage. program: the name to show where the error does not name
-    a command."""
+    """The error as one sentence, without Typer's text on usage. program: the name to show if the error has none."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     text = " ".join(error.message.split()).removeprefix("Value error, ").rstrip(".")
     if param is not None:

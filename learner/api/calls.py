@@ -42,8 +42,7 @@ class MetricsLines:
         self.new()
 
     def new(self) -> list[Metrics]:
-        """The lines that were added since the last call. A line that is still being written is left for the next
-        call."""
+        """The lines that were added since the last call. A line that is not complete is left for the next call."""
         try:
             with opened(self._path) as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -237,8 +236,7 @@ def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) ->
 
 
 def _check(process: RunProcess, inputs: Inputs) -> None:
-    """Raises the failure of a run that has ended, if it failed. If its inputs were wrong, removes the files that were
-    written for it."""
+    """Raises the failure of a run that has ended, if it failed; removes its files first if its inputs were wrong."""
     if (failure := process.failure()) is not None:
         if isinstance(failure, InputError):
             inputs.withdraw()
@@ -374,8 +372,7 @@ def _check_given(samples: int, limit: int | None, threshold: float, run: Any, ad
 
 
 def _configuration(folder: Path, given: str | os.PathLike[str] | None) -> Path:
-    """The configuration file in a run's folder. Raises InputError if there is none, or if `config` was given as
-    well."""
+    """The configuration file in a run's folder. Raises InputError if there is none, or if `config` was given, too."""
     if given is not None:
         raise InputError("run: does not go with config, which it has in its folder; give one of them")
     file = folder / "config.yaml"
@@ -385,8 +382,7 @@ def _configuration(folder: Path, given: str | os.PathLike[str] | None) -> Path:
 
 
 def _learned(folder: Path, adapter: str | os.PathLike[str] | None) -> tuple[Path | None, str | os.PathLike[str] | None]:
-    """Model and adapter of a run, with `adapter` in place of the run's if it is given. Raises InputError if there is
-    neither."""
+    """Model and adapter of a run; `adapter` replaces the run's if given. Raises InputError if there is neither."""
     found = result_of(folder, [])
     adapter = found.adapter if adapter is None else adapter
     if found.model is None and adapter is None:
@@ -451,8 +447,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
 
 
 def _with_defaults(tree: dict[str, Any], *, old: bool) -> dict[str, Any]:
-    """Sets the tree's defaults for `plan`: both roles on one card, and on a card without bfloat16 (`old`) another
-    dtype."""
+    """Sets the defaults of `plan`: both roles on one card, and another dtype on a card without bfloat16 (`old`)."""
     if isinstance(cluster := tree.setdefault("cluster", {}), dict):
         cluster.setdefault("gpus", SLICES)
     if old:

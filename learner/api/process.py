@@ -1,6 +1,5 @@
 """Runs a training or an evaluation in a child process: prints its output, passes Ctrl-C on to it, turns its failure
-into an exception, and ends it when the caller ends.
-"""
+into an exception, and ends it when the caller ends."""
 
 import contextlib
 import os
@@ -33,8 +32,7 @@ LOOK_S = 0.2  # seconds between two looks at the child's output
 KILL_AT = 3  # number of Ctrl-C that kill the child; Ray's processes end when they notice that the driver is gone
 TAIL = 2**16  # number of last characters of the output in which the error is looked for
 SAID = ("error: ", "config: ")
-# The child prints lines instead of a live table. Notebooks set FORCE_COLOR, which makes rich take the file for a
-# terminal.
+# The child prints lines and no live table, though notebooks set FORCE_COLOR: rich would take the file for a terminal.
 PLAIN = {"TTY_COMPATIBLE": "0", "RAY_COLOR_PREFIX": "0"}
 
 
@@ -73,8 +71,7 @@ class RunProcess:
 
     def follow(self, look: Callable[[], None], words: tuple[str, str]) -> int:
         """Waits for the child's end; meanwhile prints its output, and calls `look` again and again. Returns how often
-        Ctrl-C was pressed: the first two are passed on, each with one of `words` printed, and the third kills the
-        child."""
+        Ctrl-C was pressed: the first two are passed on, each with one of `words` printed; the third kills it."""
         interrupts, ended = 0, False
         while not ended:
             try:
@@ -96,9 +93,8 @@ class RunProcess:
         return True
 
     def interrupt(self, times: int) -> None:
-        """Interrupts the child until it has been interrupted so many times in all. The first time it finishes the step,
-        writes a checkpoint and ends; the second time it ends at once. So `on_step` and one Ctrl-C together still count
-        as one."""
+        """Interrupts the child until it has been interrupted so many times in all. Once: it finishes the step, writes a
+        checkpoint and ends. Twice: it ends at once. So `on_step` and one Ctrl-C together still count as once."""
         while self._interrupted < times:
             self._interrupted += 1
             self._process.send_signal(signal.SIGINT)
@@ -119,8 +115,7 @@ class RunProcess:
                 sys.stdout.flush()
 
     def failure(self) -> TrainError | None:
-        """The failure as an exception with the command line's text; None for a run that is done, or was stopped with a
-        checkpoint."""
+        """The failure, with the command line's text; None for a run that is done or was stopped with a checkpoint."""
         code = self._process.returncode
         if code == 0:
             return None

@@ -1,6 +1,5 @@
 """Turns the arguments of `train`, `evaluate` and `plan` into the tree of a configuration, and checks it as a file is
-checked.
-"""
+checked."""
 
 import hashlib
 import json
@@ -32,8 +31,7 @@ Other = Callable[[Any, str], Any]  # (value that no file can hold, its key) -> w
 
 
 def plain(value: Any, where: str, other: Other) -> Any:
-    """The value, with Python's numbers for numpy's, text for paths and lists for tuples. where: its key. other: called
-    with any other kind of value."""
+    """The value, with numpy's numbers as Python's, paths as text, tuples as lists. other: called for any other kind."""
     if value is None:
         return value
     if is_bool(value):
@@ -151,8 +149,8 @@ class Inputs:
         return settled
 
     def withdraw(self) -> None:
-        """Removes the files that `write` has added, and folders that become empty, up to the run folder. To be called
-        if the run did not begin."""
+        """Removes the files that `write` has added, if the run did not begin; also folders that become empty, up to the
+        run folder."""
         for file in self._new:
             file.unlink()
             for folder in file.parents[:3]:

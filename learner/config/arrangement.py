@@ -54,8 +54,7 @@ class Arrangement:
         return 0
 
     def room(self, found: Plan) -> int:
-        """Free bytes of the card that a fresh generator waits for when it replaces a lost one, since the learner may
-        still hold the lost one's base."""
+        """Bytes of the card that must be free before a generator is replaced: the learner may still hold its base."""
         return 0
 
 
@@ -131,8 +130,7 @@ def _one_pair(config: Settings) -> bool:
 
 
 class Shared(Slices):
-    """Both roles are on one card or on a CPU with one copy of the base, which the generator owns and the learner
-    maps."""
+    """Both roles are on one card, or on a CPU, with one base, which the generator owns and the learner maps."""
 
     name = "shared"
     one_base = one_learner = True
@@ -153,8 +151,7 @@ class Shared(Slices):
 
 
 class Sharded(Arrangement):
-    """The learner's ranks divide the model among them. `cluster.gpus` decides whether the generators have cards of
-    their own."""
+    """The learner's ranks divide the model among them. `cluster.gpus` decides where the generators are."""
 
     name = "sharded"
     in_shards = True

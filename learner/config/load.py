@@ -1,6 +1,5 @@
 """Reads a run's configuration: a YAML file and dotted overrides become a RunConfig. All mistakes are reported at once,
-each with field, rule, value and next step. Also translates keys of earlier versions, and makes paths absolute.
-"""
+each with field, rule, value and next step. Also translates keys of earlier versions, and makes paths absolute."""
 
 import copy
 import difflib
@@ -56,8 +55,7 @@ def _places() -> dict[str, dict[str, str]]:
 
 
 def of_peft(field: str) -> str | None:
-    """The setting that a field of PEFT's LoraConfig corresponds to, or `not here: ` and the reason; None for any other
-    word."""
+    """The counterpart of a field of PEFT's LoraConfig, or `not here: ` and the reason; None for any other word."""
     return _places()["peft"].get(field)
 
 
@@ -191,8 +189,7 @@ def _at(tree: Any, key: str) -> Any:
 
 
 def recorded(given: object) -> RunConfig:
-    """The configuration that a run folder or checkpoint has recorded; its keys may be those of an earlier version.
-    Raises ConfigError."""
+    """The configuration that a run folder or checkpoint has recorded, perhaps with old keys. Raises ConfigError."""
     if not isinstance(given, dict):
         raise ConfigError(f"config: must be a mapping, got {type(given).__name__}")
     return validated(since_moved(given))
@@ -405,7 +402,7 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{where}: required, but not given"
     message = " ".join(error["msg"].removeprefix("Value error, ").split())
-    if "got" in message or isinstance(error["input"], dict):  # a rule between keys names their values itself
+    if "got" in message or isinstance(error["input"], dict):  # such a message has the values already
         return f"{where}: {message}"
     return f"{where}: {message} (got {_shown(error['input'])})"
 
@@ -487,8 +484,7 @@ PLURAL = {int: "a number", float: "a number", str: "text", list: "a list"}
 
 
 def _choices(annotation: Any) -> str:
-    """`a | b` for a key that takes one of some words or numbers, `a | b | a number` for a key that takes other values
-    too, else ''."""
+    """`a | b` for a key that takes some words or numbers, `a | b | a number` if it takes other values too, else ''."""
     if get_origin(annotation) is Literal:
         return " | ".join(map(str, get_args(annotation)))
     if get_origin(annotation) not in (Union, UnionType):
@@ -521,8 +517,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def absolute(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths to the model, its adapters, the data and the files of the user's functions,
-    and with the commit of model.revision. A path that does not exist is left as it is, and the check of its setting
-    reports it."""
+    and with the commit of model.revision. A path that does not exist stays, and the check of its setting reports it."""
     model = config.model.model_copy(
         update={name: _absolute_if_there(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
         | {"revision": _commit(config.model)}
@@ -570,8 +565,7 @@ def _code(given: Any) -> Any:
 
 
 def _function(use: str) -> str:
-    """`path/file.py:function`, a pickled function's file, or `adapter:folder` with its absolute path; any other name as
-    it is."""
+    """`file.py:function`, a pickled function's file, or `adapter:folder` with an absolute path; other names stay."""
     if use.startswith(ADAPTER):
         return f"{ADAPTER}{_absolute_if_there(use.removeprefix(ADAPTER))}"
     file, colon, function = use.rpartition(":")

@@ -31,8 +31,7 @@ WITH_TOOLS = ("tools", "trl_environment")
 
 
 def _turn_seconds(config: Settings) -> float:
-    """Seconds that the tool calls of a turn may take together; 0 for a value that is no number, which the environment
-    refuses when it is made."""
+    """Seconds that the tool calls of a turn may take together; 0 for what is no number, which is refused later."""
     given = config.env.args.get("turn_timeout_s", TURN_TIMEOUT_S)
     return float(given) if isinstance(given, int | float) else 0.0
 

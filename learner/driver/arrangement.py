@@ -34,8 +34,7 @@ class Turns:
 
 
 class Hooks:
-    """What the driver does at certain points of a run. These defaults, for roles that do not depend on each other, do
-    nothing."""
+    """What the driver does at certain points of a run: nothing, by these defaults for independent roles."""
 
     together: bool = True  # on a CPU, generators and learner may start at the same time
 
@@ -100,8 +99,7 @@ async def replacing_owner(
 
 
 class InTurns(Hooks):
-    """Hooks for memory.layout: alternating. A generator is put to sleep as soon as it has started, so that the learner
-    can start on the same card."""
+    """Hooks for memory.layout: alternating. A generator sleeps when it has started, so that the learner can start."""
 
     async def started(self, generator: Actor[RolloutService], deadlines: Deadlines) -> None:
         await generator.call(RolloutService.sleep, deadlines.start)

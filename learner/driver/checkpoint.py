@@ -182,8 +182,7 @@ def files_of(folder: Path) -> dict[str, Digest]:
 
 
 def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint (below the step `before`, if given), and a text for each newer one that was skipped,
-    with the reason."""
+    """The newest whole checkpoint (below the step `before`, if given), and the reason for each newer one skipped."""
     skipped: list[str] = []
     for folder in reversed(listing(root)):
         if before is not None and step_of(folder) >= before:
@@ -212,7 +211,7 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
         return found, skipped
     try:
         asked = Path(resume).expanduser().absolute()
-    except RuntimeError as error:  # a user without a home folder
+    except RuntimeError as error:  # the user has no home folder
         raise WrongInput(
             f"resume: must be auto, none or the folder of a checkpoint, got {resume!r} ({error}); write its path out"
         ) from None

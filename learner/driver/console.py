@@ -1,6 +1,5 @@
 """Prints what a person sees of a run: a live table on a terminal, plain lines elsewhere, and a summary at the end. Also
-counts where the run's time goes, and what its reward functions print.
-"""
+counts where the run's time goes, and what its reward functions print."""
 
 import json
 import os
@@ -52,14 +51,13 @@ MOST_LINES = (
 
 
 class RewardOutput:
-    """Watches the file of the run's folder into which reward functions print. It may hold lines of earlier starts of
-    the run, which do not count."""
+    """Watches the file of a run's folder into which reward functions print. Lines of earlier starts do not count."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / NAME
         self._begin = self._file.stat().st_size if self._file.is_file() else 0
         self._said, self._cut = False, False
-        self._left_out = 0  # lines
+        self._left_out = 0  # number of lines that were cut off
 
     def first(self) -> str:
         """A line for the user with the first lines that they print; '' before there are any, and at later calls."""
@@ -136,8 +134,7 @@ class Phases:
         self._counted = now
 
     def split(self, timeline: Timeline, name: str) -> None:
-        """Counts the seconds since the last call for the phases that the timeline names, and the rest of them for the
-        phase `name`."""
+        """Counts the seconds since the last call for the phases in the timeline, and the others for phase `name`."""
         now, known, spans = time.perf_counter(), 0.0, list[tuple[float, float]]()
         for phase, kinds in PHASE_KINDS.items():
             for kind in kinds:
@@ -160,8 +157,7 @@ class Phases:
 
 
 def read_phases(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of a run's folder, oldest first; empty without the file. A line that is not complete is left out.
-    Raises Unreadable."""
+    """The complete lines of the file, oldest first; empty without a file. Raises Unreadable."""
     try:
         text = read_bytes(run_dir / PHASES_FILE, MOST)
     except FileNotFoundError:
@@ -184,8 +180,7 @@ def _is_time(value: Any) -> bool:
 
 
 def sentence(seconds: Mapping[str, float]) -> str:
-    """The seconds of each phase as `65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1,
-    ...`."""
+    """A sentence like `65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
     starting = [seconds.get(name, 0.0) for name in STARTING]
     parts = ", ".join(f"{name} {spent:.1f}" for name, spent in zip(STARTING, starting, strict=True))
     others = [f"{name} {spent:.1f}" for name, spent in seconds.items() if name not in STARTING]
@@ -210,8 +205,7 @@ COLUMNS = {
     "train s": ("time/train", "{:.2f}"),
     "push s": ("time/push", "{:.2f}"),
 }
-# Coarsest type that a logprob goes through -> largest policy/mismatch_k3 that is usual at staleness 0, measured with
-# SmolLM2-135M and the demo.
+# Coarsest type that a logprob goes through -> largest usual policy/mismatch_k3 at staleness 0 (SmolLM2-135M, the demo).
 USUAL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "fp8": 1e-2}
 EXAMPLES = 3  # number of completions that the summary shows
 ROWS = 12  # number of steps in the table
@@ -278,8 +272,7 @@ class Progress:
             self._show()
 
     def _usual(self, mismatch: float, staleness: float) -> str:
-        """A clause with the usual bound of the mismatch, the first time that there is a mismatch and whenever it is
-        above the bound; else ''."""
+        """A clause with the usual bound of the mismatch, for the first one and for each above the bound; else ''."""
         usual = USUAL.get(self._dtype)
         if usual is None or staleness > 0 or (self._told_usual and mismatch <= usual):
             return ""
@@ -308,14 +301,13 @@ class Progress:
     def _picture(self) -> Group:
         table = Table("step", title="gleaner", title_justify="left")
         for name in COLUMNS:
-            table.add_column(name, min_width=len("1.0e-06") if name == "mismatch" else None)  # with its exponent
+            table.add_column(name, min_width=len("1.0e-06") if name == "mismatch" else None)  # room for an exponent
         for row in self._rows:
             table.add_row(*row)
         return Group(table, Text(self._status))
 
     def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, phases: Phases, advice: Sequence[str]) -> None:
-        """Prints the first and last held-out scores, some completions, where the time went, advice, and where the
-        published adapter or model is."""
+        """Prints first and last held-out scores, completions, times, advice, and where the adapter or model is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             self.console.print(_before_after(first, last))
@@ -328,8 +320,8 @@ class Progress:
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
 
     def _examples(self, first: Sequence[Sample], last: Sequence[Sample]) -> None:
-        """Prints completions that have changed, first those whose reward has changed. last: empty if the run was
-        stopped before its second evaluation."""
+        """Prints completions that have changed, first those with another reward. last: empty without a second
+        evaluation."""
         pairs = list(zip(first, last, strict=False))  # their numbers differ if eval.size was changed
         changed = [(old, new) for old, new in pairs if old["completion"] != new["completion"]]
         changed.sort(key=lambda pair: pair[0]["reward"] == pair[1]["reward"])
@@ -355,8 +347,7 @@ def duration(seconds: float) -> str:
 
 
 def _before_after(first: Evaluation, last: Evaluation) -> Table:
-    """A table of the metrics of both evaluations, with a dash for a metric that is missing in one; with one column if
-    they are the same evaluation."""
+    """A table of the metrics of both evaluations, or of one if they are the same. A missing metric is a dash."""
     both = last is not first
     table = Table("held-out", f"step {first.step}", *([f"step {last.step}", "change"] if both else []), title="summary")
     for key in sorted({*first.metrics, *last.metrics}):

@@ -120,7 +120,7 @@ async def generate(
 
 
 NUM_SAMPLES = 16  # completions that an evaluation keeps; the end of a run shows some that changed
-ACCURACY = "accuracy"  # eval/accuracy is the held-out score
+ACCURACY = "accuracy"
 ACCURACY_METRIC = f"eval/{ACCURACY}"
 
 
@@ -130,10 +130,10 @@ class Evaluation:
 
     step: int
     metrics: dict[str, float]
-    samples: list[dict[str, Any]]  # prompt, completion, reward
+    samples: list[dict[str, Any]]  # each with the keys prompt, completion and reward
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `Evaluation(**d)` is the inverse."""
+        """The evaluation as values for JSON; `Evaluation(**d)` is the inverse."""
         return asdict(self)
 
 
@@ -168,7 +168,7 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
 
 
 class HeldOut:
-    """The held-out problems, and the evaluations of the run so far."""
+    """Evaluates the policy on the held-out problems, and keeps the evaluations of the run so far."""
 
     def __init__(
         self, producers: Sequence[Asks], problems: Sequence[Problem], config: RunConfig, timeline: Timeline
@@ -215,8 +215,7 @@ class HeldOut:
         return None
 
     async def score(self, step: int) -> dict[str, float]:
-        """Evaluates the generators' policy and returns the metrics; empty where no problems are held out, or with
-        data.eval.every=0."""
+        """The metrics of the generators' policy; empty where no problems are held out, or with data.eval.every=0."""
         if not self._problems or self._config.data.eval.every == 0:
             return {}
         with self._timeline.span("evaluate", "loop", step=step):
@@ -239,9 +238,8 @@ def greedy(config: RunConfig) -> Sampling:
 
 
 async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], config: RunConfig, step: int) -> Evaluation:
-    """Generates and scores one greedy completion per problem. A completion on which the accuracy's reward function
-    failed counts as wrong. A completion to which it gave no score is left out of eval/accuracy, and counted in
-    eval/unscored."""
+    """Generates and scores one greedy completion per problem. If the accuracy's reward function fails on a completion,
+    it counts as wrong; if that gives no score, it is left out of eval/accuracy, and counted in eval/unscored."""
     rows = pa.concat_tables(await generate(producers, problems, config, lambda _: greedy(config)))
     metrics = env_metrics(rows)
     rows = whole(rows)
@@ -295,8 +293,7 @@ class RewardModels:
         self._deadline_s, self._timeline = deadline_s, timeline
 
     async def score(self, groups: Sequence[pa.Table], step: int) -> tuple[list[pa.Table], dict[str, float]]:
-        """The groups, with each model's score added to their rewards; and the metric time/score, in seconds, if there
-        are reward models."""
+        """The groups, with each model's score added to their rewards; and time/score, in seconds, if a model scored."""
         if not self._models or not groups:
             return list(groups), {}
         started = time.perf_counter()

@@ -1,6 +1,5 @@
 """How a run fails: Findings collects errors in its inputs, WatchedLearner notices a lost learner, and `tell` makes the
-last message and the exit code.
-"""
+last message and the exit code."""
 
 import asyncio
 import traceback
@@ -97,8 +96,7 @@ class WatchedLearner:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Calls the learner as Actor.call does, but raises LearnerLost for ActorDied and DeadlineExceeded, and
-        LearnerError for RemoteError."""
+        """As Actor.call, but raises LearnerLost for ActorDied and DeadlineExceeded, LearnerError for RemoteError."""
         work = asyncio.ensure_future(self.actor.call(method, deadline_s, *args, **kwargs))
         watch = asyncio.ensure_future(self._watch(method))
         try:
@@ -182,9 +180,8 @@ def _is_of_a_full_disk(error: BaseException) -> TypeGuard[OSError]:
 
 
 def tell(error: BaseException, again: str = GOES_ON) -> tuple[str, int]:
-    """The text that is printed when an error ends a command, and the exit code. The text includes the traceback where
-    the error's sentence may not say all. The code is 2 if a process refused what the configuration gave it, else 1.
-    again: as in `sentence_of`."""
+    """The text to print when an error ends a command, with a traceback where the sentence may not say all; and the exit
+    code, which is 2 if a process refused what the configuration gave it, else 1. again: as in `sentence_of`."""
     told = isinstance(error, RunEnded | LearnerLost | ClusterLost | WriteFailed | FolderGone)
     told = told or _is_of_a_full_disk(error) or (isinstance(error, StartFailed) and error.says_all)
     story = "" if told else "".join(traceback.format_exception(error))

@@ -341,8 +341,7 @@ def config_of(folder: Path) -> RunConfig:
 
 
 def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
-    """The configuration and the fingerprints in a checkpoint; None for fingerprints that an older version of gleaner
-    did not record."""
+    """The configuration and the fingerprints in a checkpoint; None for the latter if an old version wrote none."""
     then = config_of(folder)
     try:
         return then, Fingerprints.read(folder / FILE)
@@ -357,8 +356,8 @@ def _unreadable(error: Exception) -> str:
 
 
 def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
-    """Dotted key -> value, of the settings that decide a run's numbers. by_content: leaves out paths, since their
-    content is compared instead."""
+    """Dotted key -> value, of the settings that decide a run's numbers; by_content: without paths to what is compared
+    by content."""
     values = config.model_dump(mode="json")
     left_out = [*FREE, *BY_CONTENT] if by_content else FREE
     found = {

@@ -119,8 +119,7 @@ MARK = "said{}x"  # letters and digits; the x keeps a mark from being the beginn
 
 
 def check_data_prompts(config: RunConfig, chat: Chat, prompts: Iterable[Prompt]) -> None:
-    """`check_prompts` for the prompts of the data. With an environment, which may begin with other messages,
-    `check_environment` does it."""
+    """`check_prompts` for the prompts of the data; with an environment `check_environment` checks its messages."""
     if config.env.use is None:
         check_prompts(chat, config.model.path, prompts)
 
@@ -201,14 +200,13 @@ def check_uses(config: RunConfig) -> None:
 
 
 def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
-    """A group of two dummy completions on which to try reward functions. columns: the problem's. prefilled: the opening
-    tag that the prompt ends in."""
+    """A group of two dummy completions, to try reward functions on. prefilled: opening tag at the end of the prompt."""
     return Group.of(prompt, ["", "0"], [[0], [0]], columns, prefilled)
 
 
 def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
-    """Calls each reward function once, in a process like those of the run. Returns lines about them for the user.
-    Raises RewardError and WrongInput."""
+    """Calls each reward function once, in a process like those of the run. Returns lines for the user. Raises
+    RewardError and WrongInput."""
     functions = functions_of(config.rewards)
     if not functions:
         return ()
@@ -317,7 +315,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
-    if isinstance(start, Asked):  # a program writes its prompts itself
+    if isinstance(start, Asked):  # a program makes its prompts itself, without the chat template
         return Tried()
     check_prompts(chat, config.model.path, [opened(start, problem)])
     if start.tools:
@@ -411,8 +409,7 @@ TEMPLATE_S = 20.0  # most seconds for rendering one conversation, which takes mi
 
 
 def load_chat(config: RunConfig) -> Chat:
-    """Loads the model's tokenizer and chat template, and checks that model, template, hardware and lengths go together.
-    Raises WrongInput."""
+    """The model's tokenizer and template. Raises WrongInput if model, template, hardware or lengths do not fit."""
     data = config.data
     _check_name(config.model.path)
     chat = Chat.load(config.model.source, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
@@ -462,7 +459,7 @@ def check_weights(config: RunConfig, *, followed: bool) -> None:
 
 def adapters_in(config: RunConfig) -> list[tuple[str, str]]:
     """Pairs of setting and folder, for the policy's and the reference's adapter."""
-    if config.learner.mode == "full":  # where model.reference is a whole model
+    if config.learner.mode == "full":  # model.reference is then a whole model, and there is no adapter
         return []
     named = (("model.adapter", config.model.adapter), ("model.reference", config.model.reference))
     return [(key, folder) for key, folder in named if folder is not None]
@@ -476,8 +473,7 @@ def check_lora(folder: str, key: str, base: str | None) -> None:
 
 
 def check_served(folder: str, key: str, base: str | None) -> None:
-    """As check_lora, also for the copy under vLLM's names that is served from the adapter's folder, if there is one: it
-    must have the same layers."""
+    """As check_lora, also for the copy under vLLM's names in the adapter's folder, which must have the same layers."""
     check_lora(folder, key, base)
     copy = served(Path(folder))
     if copy != Path(folder):

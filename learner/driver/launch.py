@@ -52,8 +52,7 @@ NOT_BEGUN = "before the run began"  # text of the CancelledError that ends a run
 
 
 async def run(prepared: Prepared) -> int:
-    """Runs to the last step, or until the run is asked to stop, and returns the exit code. Raises the error that ended
-    the run otherwise."""
+    """Runs to the last step, or until asked to stop, and returns the exit code. Raises what else ended the run."""
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
     with Progress(prepared.total_steps, prepared.config.kv_dtype) as progress:
@@ -106,8 +105,7 @@ async def run(prepared: Prepared) -> int:
 async def _attempt(
     restarts: Restarts, session: Session, progress: Progress, phases: Phases, stop: asyncio.Event
 ) -> Loop | None:
-    """Starts all processes and runs the loop to its end. Returns None if the learner was lost and `restarts` allows
-    another attempt."""
+    """Starts all processes and runs the loop. None if the learner was lost and `restarts` allows another attempt."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
     processes: Processes | None = None
     loop: Loop | None = None
@@ -236,8 +234,7 @@ class Inputs:
 def wire(
     inputs: Inputs, generators: Sequence[RevivableActor[RolloutService]], trainer: Actor[TrainerService], sinks: Sinks
 ) -> tuple[Loop, Pipes]:
-    """Makes the loop, ready to run, and a producer for each generator. Returns the loop, and the pipes that it shares
-    with the producers."""
+    """Makes the loop, and a producer for each generator. Returns the loop, and the pipes between it and them."""
     config, deadlines = inputs.config, inputs.config.cluster.deadlines
     cursor = Cursor()
     buffer = Buffer(

@@ -468,7 +468,7 @@ class WeightSync:
         """The learner's present policy, and as metrics the seconds that the learner took to export it and to answer the
         probe before. The learner computes the logprobs of the new probe while the policy is on its way."""
         policy, exported = await self._trainer.call(TrainerService.outgoing, self._push_s, self._stays)
-        answered_s = self._expected.result().seconds if self._expected is not None else 0.0  # the probe before
+        answered_s = self._expected.result().seconds if self._expected is not None else 0.0  # of the previous probe
         spent = {"time/push_export": exported.seconds, "time/push_learner_probe": answered_s}
         ids = self.probe.ids
         self._expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
@@ -529,8 +529,7 @@ class Probe:
             self._age, self.ids = 0, self._of(signals[0])
 
     def _of(self, group: pa.Table) -> tuple[int, ...]:
-        """Token ids: the end of the prompt, and the beginning of the completion whose reward is farthest from the
-        group's mean."""
+        """The ids at the prompt's end, and at the start of the completion whose reward is farthest from the mean."""
         rewards = rewards_of(group)
         chosen = int(np.nanargmax(np.abs(rewards - np.nanmean(rewards))))
         completion = ragged(group, "completion_ids")[chosen][: self._length * 3 // 4]

@@ -1,6 +1,5 @@
 """The checks of this machine (its cards, driver, environment variables and memory), which learner.driver.preflight
-makes before a run starts.
-"""
+makes before a run starts."""
 
 import os
 import re
@@ -110,8 +109,7 @@ def _check_card(config: RunConfig, capability: tuple[int, int], name: str) -> No
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch is built for (`13.0`), '' for a CPU build, None without torch. Does not import
-    torch."""
+    """The CUDA version that torch is built for (`13.0`), '' for a CPU build, None without torch. Imports nothing."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -121,8 +119,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_too_old(driver: str, cuda: str | None) -> str | None:
-    """A sentence with what to do if the driver does not fit torch's CUDA version, else None. cuda: as torch_cuda
-    returns it."""
+    """A sentence with what to do if the driver is too old for torch, else None. cuda: as torch_cuda returns it."""
     if cuda is None:
         return "torch: is not installed; pip install -e '.[gpu]'"
     if not cuda:
@@ -162,8 +159,7 @@ def machine_notes(config: RunConfig) -> tuple[str, ...]:
 
 
 def classifier_bytes(config: RunConfig) -> int:
-    """Bytes of the models that each reward process loads (`use: sequence_classifier`), as far as their files are on
-    this machine."""
+    """Bytes of the models that each reward process loads (`use: sequence_classifier`), if their files are here."""
     found = 0
     for model in filter(None, map(classifier_of, config.rewards)):
         try:

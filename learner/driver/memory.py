@@ -46,8 +46,7 @@ class CardSize:
 
 
 def card_size(text: str) -> CardSize:
-    """The size of the card that the text names. Raises ValueError, with suggestions, if the text is neither a size nor
-    a known card, or if it names several."""
+    """The size of the card that the text names. Raises ValueError if it names none, or several."""
     plain = text.strip()
     if sold := cards.sold_as(int(plain)) if plain.isdecimal() and len(plain) < 4 else ():
         least = min(card.free for card in sold)
@@ -232,8 +231,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
 
 
 def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
-    """LoRA ranks of the frozen adapters: the reference's, if it has one, counted as the policy's rank, and the reward
-    models'."""
+    """LoRA ranks of the frozen adapters: the reference's, if any, counted as the policy's, and the reward models'."""
     model, lora = config.model, config.learner.mode == "lora"
     reference = lora and (model.adapter is not None or model.reference is not None)
     own = config.learner.lora.rank

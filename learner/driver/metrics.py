@@ -1,6 +1,5 @@
 """Computes the metrics of a batch of groups, warns where they show no training signal, and ends a run whose generators
-and learner disagree. No function here does any I/O; learner.driver.loop calls them.
-"""
+and learner disagree. No function here does any I/O; learner.driver.loop calls them."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,8 +107,7 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
 
 
 def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
-    """The metrics `policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before
-    `version`."""
+    """The metrics `policy/staleness_<k>`: share of tokens that were sampled k policy versions before `version`."""
     versions = pc.list_flatten(rows.column("token_versions")).to_numpy()[np.concatenate(masks_of(rows))]
     counts = np.bincount(version - versions)
     return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
@@ -126,8 +124,7 @@ def function_means(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def logged_means(rows: pa.Table) -> dict[str, float]:
-    """The metrics `log/<name>`: mean of the values that reward functions passed to log_metric, over the completions
-    that have one."""
+    """The metrics `log/<name>`: mean, over the completions that have it, of what reward functions gave log_metric."""
     values: dict[str, list[float]] = {}
     for row in rows.column("logged").to_pylist():
         for one in row:
@@ -263,7 +260,7 @@ def cut_off(longest: int) -> str:
 # The guard that stops a run before wrong sampling ruins the policy.
 
 METRIC = "policy/mismatch_k3"
-MOST_ABOVE = 5  # steps in a row above guard.mismatch_k3
+MOST_ABOVE = 5  # number of steps in a row above guard.mismatch_k3 that end the run
 
 
 class MismatchGuard:
@@ -279,8 +276,7 @@ class MismatchGuard:
         self._above: list[float] = []
 
     def check(self, metrics: Mapping[str, float]) -> str | None:
-        """Takes the metrics of one step; returns the reason to end the run, or None. A step without trained tokens does
-        not count."""
+        """Takes a step's metrics; returns the reason to end the run, or None. Skips a step that trained nothing."""
         limit, value = self._config.mismatch_k3, metrics.get(METRIC)
         if limit is None or value is None:
             return None

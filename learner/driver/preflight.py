@@ -141,7 +141,7 @@ def setting_notes(config: RunConfig, model: Mapping[str, Any], row: Mapping[str,
 # The checks that take a second or two: they need neither the model's weights nor its tokenizer, and only the first rows
 # of the data. `prepare_rest` makes the others, which take many times as long.
 
-# What a run writes in its folder.
+# Files and folders that a run writes in its folder.
 FILES = (
     run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", METRICS_FILE, "plan.json", console.PHASES_FILE, POLICIES,
     "timeline.json", ID, REWARD_OUTPUT,
@@ -428,8 +428,7 @@ def _loaded(config: RunConfig, chat: Chat | None) -> tuple[Problems, list[Proble
 
 
 def _with_tools(data: tuple[Problems, list[Problem]], config: RunConfig, tools: int) -> tuple[Problems, list[Problem]]:
-    """The training and held-out problems that still fit when the environment's tools take `tools` tokens of the prompt.
-    Raises WrongInput."""
+    """The problems that still fit when the environment's tools take `tools` tokens of the prompt. Raises WrongInput."""
     longest, (problems, heldout) = config.rollout.max_prompt_length, data
     return problems.fitting(config.data, longest, tools), fitting(heldout, config.data, longest, tools)
 
@@ -490,8 +489,7 @@ def report(prepared: Prepared, cards: Cards | None, on_nodes: Sequence[str] = ()
 
 
 def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from (None: from the start), and a text for each one that was skipped. Raises
-    WrongInput."""
+    """The checkpoint to continue from (None: from the start), and a text for each one skipped. Raises WrongInput."""
     try:
         folder = config.run_dir / "checkpoints"
     except RuntimeError:  # place_output reports it
@@ -509,8 +507,7 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
 
 
 class Untokenised:
-    """Stands in for the model's tokenizer and template where they cannot be loaded, so that the data is checked all the
-    same."""
+    """Stands in for a tokenizer and template that cannot be loaded, so that the data is checked all the same."""
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """A prompt of a single made-up token id, which differs for different messages."""

@@ -1,6 +1,5 @@
 """The process of a command: it imports gleaner's own packages, survives the loss of its standard streams, and ends
-cleanly when a signal asks it to. Imports only what starts fast: the standard library and cluster.own_path.
-"""
+cleanly when a signal asks it to. Imports only what starts fast: the standard library and cluster.own_path."""
 
 import ast
 import asyncio
@@ -32,8 +31,7 @@ OURS = "gleaner-rl"
 
 
 def installed_over(packages: Sequence[str]) -> str:
-    """A sentence that names the other distribution, or ''. In a repository, whose packages pip has not copied, it is
-    always ''."""
+    """A sentence that names the other distribution, or ''; always '' in a repository, which pip has not copied."""
     for file in _first_files(packages):
         if _is_as_recorded(file):
             continue
@@ -201,8 +199,7 @@ def _lasting(descriptor: int, own: Any) -> TextIO:
 
 
 def streams_kept_in(file: Path) -> None:
-    """From now on, output that cannot be written to its descriptor is appended to this file, which is made when it is
-    first needed."""
+    """From now on, output that cannot be written to its descriptor is appended to this file (made when needed)."""
     global _kept
     _kept = file
     for descriptor in list(_lost):
@@ -263,8 +260,7 @@ def _point(descriptor: int, file: str | Path, flags: int) -> None:
 #     LSF                   SIGINT, 10 s later SIGTERM; at a limit SIGUSR2; what bsub -wa names
 #     Grid Engine           with -notify SIGUSR1 or SIGUSR2; at soft limits SIGUSR1, SIGXCPU
 #     PBS, HTCondor         SIGTERM; what qsig or kill_sig name, such as SIGQUIT
-#     systemd, containers   SIGTERM, and what KillSignal or STOPSIGNAL name; SIGPWR from who manages a container or a
-#     UPS
+#     systemd, containers   SIGTERM, and what KillSignal or STOPSIGNAL name; SIGPWR from a container or UPS manager
 #     limits, timeouts      SIGXCPU of ulimit -t, each second; timeout -s, SIGALRM
 #
 # Most senders repeat a signal, seconds or a minute later, before they kill. So only a second Ctrl-C means haste.

@@ -1,6 +1,5 @@
 """Writes what a run leaves in its folder, for learner.driver.loop: for each step its rollouts, metrics, mismatch and
-the digest of its policy; and checkpoints. Also the advice on idle times that a run ends with.
-"""
+the digest of its policy; and checkpoints. Also the advice on idle times that a run ends with."""
 
 import json
 import os
@@ -424,8 +423,7 @@ class RunCheckpoints:
         self.saved: int | None = None
 
     async def check_shared(self) -> None:
-        """Raises WrongInput if the learner's process does not see the run folder, which would otherwise show only at
-        the first checkpoint."""
+        """Raises WrongInput if the learner does not see the run folder, before a checkpoint would show it."""
         for left in self._sinks.folder.glob(f"{SEEN}*"):  # files that a killed start has left
             left.unlink()
         mark = self._sinks.folder / f"{SEEN}{uuid.uuid4().hex[:8]}"

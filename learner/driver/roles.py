@@ -95,7 +95,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         for rank in range(config.rollout.workers)
     ]
     overlap = config.cluster.gpus.learner == 0 and hooks.together
-    # The learner's imports are the shorter ones, and Ray starts as many processes at once as there are cores.
+    # The learner is started first, since its imports are shorter, and Ray starts one process per core at once.
     learner = spawn_learner(prepared, session) if overlap else []
     workers = [
         session.spawn(role, RolloutWorker, [spec], env)
@@ -128,8 +128,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
 
 
 def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServer]]:
-    """The processes that do nothing but score (`cluster.rewards`); none where the reward processes belong to the
-    generators."""
+    """The processes that do nothing but score (`cluster.rewards`); none where reward processes belong to generators."""
     rollout, asked = config.rollout, config.cluster.rewards
     env = CHILDREN_END_BY_THEMSELVES | ({} if asked.gpus == 0 else {DEVICE: "cuda"})
     judged = Judging(config.run_dir / JUDGED, 1 / max(asked.processes, 1))
@@ -416,7 +415,7 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "reward process": (),
     "reward model": ("torch", "transformers"),
 }
-LEAST_DISK = 2**30  # bytes
+LEAST_DISK = 2**30  # bytes that must be free for temporary files
 REHEARSAL_S = 10.0  # seconds that --dry-run waits for room on a cluster
 
 
@@ -513,8 +512,7 @@ def placed(node_of: Mapping[str, Node]) -> list[str]:
 
 
 def lacks(facts: NodeFacts, own: NodeFacts, need: Needs) -> Iterator[str]:
-    """A sentence for each thing that a node with this kind of process lacks, or that differs from the driver's
-    (`own`)."""
+    """A sentence for each thing that a node of such a process lacks, or that differs from the driver's (`own`)."""
     for name in NEEDED[need.kind]:
         if name not in facts.packages:
             yield f"{name} is not installed, and a {need.kind} needs it"
