@@ -52,7 +52,7 @@ NOT_BEGUN = "before the run began"  # text of the CancelledError that ends a run
 
 
 async def run(prepared: Prepared) -> int:
-    """Runs to the last step, or until asked to stop, and returns the exit code. Raises what else ended the run."""
+    """Runs to the last step, or until asked to stop; returns the exit code. Raises any error that ends the run."""
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
     with Progress(prepared.total_steps, prepared.config.kv_dtype) as progress:

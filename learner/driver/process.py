@@ -298,7 +298,7 @@ class _State:
 
 
 _STATE = _State()
-_OURS = _STATE.hear  # each access to a bound method makes a new object; one is kept to recognise the handler by
+_OURS = _STATE.hear  # the handler of this module, by which `_answered` tells it from those of others
 
 
 @contextmanager

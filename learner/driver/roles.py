@@ -81,8 +81,8 @@ class Processes:
 
 
 async def start_processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> Processes:
-    """Starts a process for each role. On CPUs all start at the same time. With a card the generators start first, since
-    an engine measures the card's free memory as it starts."""
+    """Starts a process for each role. With a learner on a CPU all start at the same time, except with memory.layout:
+    shared. Otherwise the generators start first, since an engine measures the card's free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     hooks, deadlines = hooks_of(prepared.budgets.arrangement), config.cluster.deadlines
     await session.reserve(roles(config), start, note)
