@@ -108,8 +108,8 @@ class RewardOutput:
 PHASES_FILE = "phases.jsonl"
 MOST = MIB  # most bytes of the file, which has a line for each start
 STARTING = ("preflight", "Ray", "processes")
-# Of phases at the same time the first in this order counts: so with max_staleness above 0, seconds of generation are
-# those in which the learner did not train.
+# A second in which several of these phases run counts for the first of them. So with max_staleness above 0, generation
+# has only the seconds in which the learner did not train.
 PHASE_KINDS = {
     "evaluation": ("evaluate",),
     "checkpoints": ("checkpoint",),

@@ -264,8 +264,8 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scores_of(rows: pa.Table, accuracy: str | None) -> list[float | None]:
-    """For each row the reward named `accuracy`, or with None the sum of all rewards; nan where scoring failed, None
-    where the row has no such reward."""
+    """The reward named `accuracy` of each row, or for None the sum of its rewards; nan where scoring failed, None where
+    the row has no such reward."""
     parts, lost = parts_of(rows), failed(rows).tolist()
     if accuracy is None:
         rewards = rows.column("reward").to_pylist()

@@ -37,7 +37,7 @@ NOT_CACHED = "not in the cache"  # end of the revision of a hub model that is st
 KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
 WHOLE_BYTES = 2**30  # a folder of at most so many bytes is read whole
 LONGEST_NAME = 200  # characters of a base model's name that are shown
-BLOCKS, BLOCK_BYTES = 64, 2**20  # of each large file in a larger folder, 64 blocks of 1 MiB are read, evenly spread
+BLOCKS, BLOCK_BYTES = 64, 2**20  # blocks that are read, evenly spread, of each large file in a larger folder
 
 
 @dataclass(frozen=True, slots=True)

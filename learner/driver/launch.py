@@ -317,7 +317,7 @@ MAX_LOSSES = 5
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """For how long a reward process is waited for. silence_s: seconds without an answer. start_s: seconds in which a
+    """Deadlines of a reward process. silence_s: seconds without an answer, then it hangs. start_s: seconds in which a
     fresh process must start. Their sum is at most three quarters of a group's deadline, after which a generator that
     waits for the reward process would count as hung."""
 
