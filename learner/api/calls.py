@@ -168,7 +168,7 @@ def train(
         on_step: called with each line of metrics.jsonl as it is written, `step` among its keys. False asks the run to
             stop with a checkpoint; the step after it may have begun, and is finished. An exception does the same and
             is raised from here.
-        settings: any key of the configuration (docs/configuration.md), as sections or dotted:
+        settings: any key of the configuration (docs/keys.md), as sections or dotted:
             `steps=200, rollout={"num_generations": 8}, **{"learner.lora.rank": 32}`. Where a file names a function or
             a class, that itself may stand.
 

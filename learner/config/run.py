@@ -15,7 +15,7 @@ from rollout.config import OWN, DataConfig
 from rollout.data.model_files import is_hub_name, split
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
-# Which settings go together: one table, from which the errors and the table in docs/configuration.md are made.
+# Which settings go together: one table, from which the errors and the table in docs/keys.md are made.
 #
 # What one setting alone may be stands at its field; what needs a model, data or machine is asked later
 # (learner.driver). Rows of how the roles lie on the hardware stand with each arrangement (learner.config.arrangement).
