@@ -80,7 +80,7 @@ item's index in a list, from 0: `rewards.0.weight`.
 ## Rules of settings that go together
 
 A configuration that breaks a rule is refused before a run starts. The table is made from the rules in
-`learner/config/run.py` and `learner/config/arrangement.py`, which also make the errors: an error joins a row's three cells.
+`learner/config/run.py` and `learner/config/arrangement.py`, which also make the errors.
 
 | setting | rule | else |
 |---|---|---|
