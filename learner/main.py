@@ -183,7 +183,7 @@ class RunRequest(Request):
         typer.Argument(
             metavar="KEY=VALUE",
             help="Settings that replace the file's, items of a list by their index: rewards.0.weight=2. --keys lists "
-            "all, docs/configuration.md explains them.",
+            "all, docs/keys.md explains them.",
             autocompletion=_key_names,
         ),
     ] = None

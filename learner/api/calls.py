@@ -170,7 +170,7 @@ def train(
         on_step: called with the metrics of each step, `step` among its keys, when the run writes them. If it returns
             False, the run stops with a checkpoint; the next step may have begun, and is finished first. An exception
             stops the run in the same way, and is raised from here.
-        settings: any key of the configuration (docs/configuration.md), as a section or dotted:
+        settings: any key of the configuration (docs/keys.md), as a section or dotted:
             `steps=200, rollout={"num_generations": 8}, **{"learner.lora.rank": 32}`. Where a file names a function or
             a class, the function or class itself may be given.
 

@@ -15,7 +15,7 @@ from rollout.config import OWN, DataConfig
 from rollout.data.model_files import is_hub_name, split
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
-# The rules between settings. The errors and the table in docs/configuration.md are made from them.
+# The rules between settings. The errors and the table in docs/keys.md are made from them.
 #
 # What a single setting may be is checked at its field; what depends on the model, the data or the machine is checked
 # later (learner.driver). The rules of how the roles lie on the hardware are in learner.config.arrangement.
