@@ -31,11 +31,12 @@ from cluster.actor import within
 class GroupSlot:
     """A slot of the Buffer, in the hands of one producer from `admit` until it calls `put` or `give_up`.
 
-    version: of the newest policy that every producer held at the admission. bytes: that the group keeps in memory, once
-    it is put.
+    version: Admission.version when the slot was taken. number: of slots that were taken before it. bytes: that the
+    group keeps in memory, from `put` on.
     """
 
     version: int
+    number: int
     bytes: int = 0
 
 
@@ -93,6 +94,7 @@ class Admission:
         self._first_version = 0
         self._taken = 0  # groups, since the start
         self._released = 0
+        self._given = 0
         self._waiting: deque[asyncio.Future[GroupSlot]] = deque()  # producers
 
     @property
@@ -120,7 +122,8 @@ class Admission:
         while self._waiting and self.in_use < self.slots:
             turn = self._waiting.popleft()
             if not turn.cancelled():
-                slot = GroupSlot(self.version)
+                slot = GroupSlot(self.version, self._given)
+                self._given += 1
                 self.admitted[slot] = None
                 self.in_use += 1
                 turn.set_result(slot)
@@ -154,8 +157,8 @@ class Admission:
         del self.admitted[slot]
 
     def put_back(self, slots: Iterable[GroupSlot]) -> None:
-        """Undoes `take`."""
-        self.admitted = dict.fromkeys([*slots, *self.admitted])
+        """Undoes `take`: the slots are again in the order in which they were given out."""
+        self.admitted = dict.fromkeys(sorted([*slots, *self.admitted], key=lambda slot: slot.number))
 
     def complete(self, count: int) -> None:
         """That many groups were taken, and no more are for now."""

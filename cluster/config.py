@@ -12,7 +12,7 @@ Positive = Annotated[float, Field(gt=0)]
 class Frozen(BaseModel):
     """Base of every configuration class: immutable, and an unknown key is an error.
 
-    The text below a field says what it is and why one would change it; docs/configuration.md is made from it.
+    The text below a field says what it is and why one would change it; docs/keys.md is made from it.
     """
 
     # Numbers that are not finite are allowed in free arguments alone, and are written as such: by default as null.

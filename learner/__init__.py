@@ -1,4 +1,8 @@
-"""Consumer and composition root: groups in, adapters out. From Python: `from gleaner import train, evaluate, plan`."""
+"""The learner's side of gleaner, and the driver that connects all parts: configuration, driver, trainer, model,
+algorithms, commands. The Python interface is `from gleaner import train, evaluate, plan`.
+
+Importing this package imports gleaner's other packages first, so that no file of the user's is taken for one of them.
+"""
 
 import sys
 from importlib import import_module
@@ -27,9 +31,9 @@ HOMES = {
 
 
 def _import_the_others() -> None:
-    """The packages beside this one, before a file rewards.py in the folder of the user's script can come in their
-    place. A module of the user's that has one of their names already stays his, and goes by another way from now on
-    (cluster.own_path). Raises ImportError where one cannot be found."""
+    """Imports the packages beside this one, before a file such as rewards.py in the folder of the user's script can be
+    imported in their place. A user's module that has such a name and is imported already is kept in
+    cluster.own_path.ASIDE, where its attributes are still found. Raises ImportError for a package that is missing."""
     root = Path(__file__).parents[1]
     names = ("cluster", "rewards", "rollout")
     aside = {name: sys.modules[name] for name in names if name in sys.modules and not _is_ours(sys.modules[name], root)}
@@ -48,7 +52,7 @@ def _import_the_others() -> None:
 
 
 def _is_ours(module: ModuleType, root: Path) -> bool:
-    file = module.__file__ or next(iter(module.__path__))  # without a file: of a folder without __init__.py
+    file = module.__file__ or next(iter(module.__path__))  # a folder without __init__.py has no __file__
     return Path(file).resolve() == (root / module.__name__ / "__init__.py").resolve()
 
 
@@ -56,7 +60,7 @@ _import_the_others()
 
 
 def __getattr__(name: str) -> Any:
-    """What the interface has, imported when it is asked for: every process of a run imports this package."""
+    """Imports a name of the Python interface when it is first used: every process of a run imports this package."""
     if name not in HOMES:
         from cluster.own_path import of_users
 

@@ -1,4 +1,5 @@
-"""gleaner train, and python -m learner.main, which is the same: parse, check, run."""
+"""The command `gleaner train`, or `python -m learner.main`: parses the command line, checks the inputs, runs. The first
+part is what all of gleaner's commands use for their command lines."""
 
 import asyncio
 import difflib
@@ -21,18 +22,17 @@ if TYPE_CHECKING:
     from learner.config import RunConfig
     from learner.config.load import WrongSettings
 
-# A command declares what it takes as a dataclass. Typer's command is made of that here, and a wrong command line is
-# told in one sentence.
+# A command declares its parameters as a dataclass, from which `command_of` makes Typer's command.
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Request:
-    """A command takes this. Each subclass is a frozen dataclass: its fields, with `Annotated[..., typer.Option(...)]`
-    and defaults, are the parameters, and its docstring is the command's help.
+    """The parameters of a command. Each subclass is a frozen dataclass: its fields, with
+    `Annotated[..., typer.Option(...)]` and defaults, are the parameters, and its docstring is the command's help.
 
     Attributes:
-        EPILOG: stands at the end of the help; `epilog` makes it.
+        EPILOG: text at the end of the help; `epilog` makes it.
         CONTEXT: settings of the command's typer.Context.
     """
 
@@ -45,7 +45,7 @@ Asked = TypeVar("Asked", bound=Request)
 
 
 def command_of(request: type[Asked], run: Callable[[Asked], int], name: str) -> Any:
-    """Typer's command of that name: it calls `run` with what the command line says, and returns the exit code."""
+    """Typer's command of that name. It calls `run` with the command line's request, and returns the exit code."""
 
     def command(**given: Any) -> int:
         return run(request(**given))
@@ -60,8 +60,8 @@ def command_of(request: type[Asked], run: Callable[[Asked], int], name: str) -> 
 
 
 def answer(command: Any, argv: Sequence[str] | None, name: str) -> int:
-    """The exit code of `command` with these words, or those of this process; `name` is what its help calls it. It is 2
-    for a wrong command line, of which a sentence is printed, and 130 after Ctrl-C."""
+    """Runs a command with the words `argv`, or those of this process, and returns its exit code: 2 for a wrong command
+    line, about which a sentence is printed, and 130 after Ctrl-C. name: the command's name in its help."""
     try:
         code = command.main(None if argv is None else list(argv), prog_name=name, standalone_mode=False)
     except typer.TyperException as error:
@@ -70,22 +70,22 @@ def answer(command: Any, argv: Sequence[str] | None, name: str) -> int:
     return int(code or 0)
 
 
-# Numbers, each with its range, as texts or as the defaults that stand for them. All raise ValueError, which Typer shows
+# Parsers of numbers with a range, for Typer, which passes texts and defaults. They raise ValueError, which Typer shows
 # beside the option's name.
 
 
 def natural(text: str | int) -> int:
-    """A whole number from 0."""
+    """Parses a whole number from 0."""
     return _whole(text, 0)
 
 
 def positive(text: str | int) -> int:
-    """A whole number from 1."""
+    """Parses a whole number from 1."""
     return _whole(text, 1)
 
 
 def rate(text: str | float) -> float:
-    """A finite number above 0."""
+    """Parses a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -102,11 +102,11 @@ def _whole(given: str | int, least: int) -> int:
     return int(text)
 
 
-# A wrong command line in one sentence, as every error of gleaner: field, rule, value, next step.
+# The sentence about a wrong command line: field, rule, value, next step, as in every error of gleaner.
 
 
 def sentence(error: typer.TyperException, program: str) -> str:
-    """What is wrong, without the usage around it. program: its name, for an error that does not say which command."""
+    """The error as one sentence, without Typer's text on usage. program: the name to show if the error has none."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     text = " ".join(error.message.split()).removeprefix("Value error, ").rstrip(".")
     if param is not None:
@@ -118,31 +118,31 @@ def sentence(error: typer.TyperException, program: str) -> str:
     return f"{where}: {text}{hint}"
 
 
-# What ends every --help: examples to copy, and the exit codes.
+# The end of every --help: examples to copy, and the exit codes.
 
 
 def epilog(*examples: str, failed: str = "it failed") -> str:
-    """`failed`: what exit code 1 means. The \\b keeps the line breaks."""
+    """The text that ends a command's help. failed: the meaning of exit code 1. The \\b makes Typer keep line breaks."""
     lines = "\n".join(f"  {example}" for example in examples)
     return f"\b\nExamples:\n{lines}\n\nExit codes: 0 done, 1 {failed}, 2 the input is wrong."
 
 
-# gleaner and its groups of commands: of a word that is none, what there is and what is nearest.
+# Groups of commands: the error for a word that is no command names all commands and the nearest one.
 
-SHOWN = 40  # characters of a wrong word
+SHOWN = 40  # most characters of a wrong word that an error shows
 
 
 class Commands(TyperGroup):
-    """A group that must be followed by one of its commands."""
+    """A group of commands, such as `gleaner`, whose name must be followed by that of one of its commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Nothing behind the group's name is a mistake."""
-        if not args and not ctx.resilient_parsing:  # which is how a shell asks for completions
+        """Typer's, but for an error if no command follows the group's name."""
+        if not args and not ctx.resilient_parsing:  # resilient parsing is how a shell asks for completions
             ctx.fail(self._must_follow("nothing"))
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names."""
+        """Typer's, but for an error that suggests a command if the first word is none."""
         word = args[0]
         if word not in self.commands and not word.startswith("-"):
             near = difflib.get_close_matches(word, self.commands, n=1)
@@ -183,7 +183,7 @@ class RunRequest(Request):
         typer.Argument(
             metavar="KEY=VALUE",
             help="Settings that replace the file's, items of a list by their index: rewards.0.weight=2. --keys lists "
-            "all, docs/configuration.md explains them.",
+            "all, docs/keys.md explains them.",
             autocompletion=_key_names,
         ),
     ] = None
@@ -200,29 +200,31 @@ class RunRequest(Request):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of `run` with what these words ask for, or those of this process."""
+    """Runs `gleaner train` with the words `argv`, or those of this process, and returns the exit code of `run`."""
     process.keep_streams()
     process.ours_first()
     return answer(command_of(RunRequest, run, "train"), argv, "learner.main")
 
 
 def run(asked: RunRequest) -> int:
-    """Exit code: 0 done or stopped with a checkpoint, 1 the run failed, 2 the configuration or its inputs are wrong,
-    130 stopped by Ctrl-C, or another request to end, before it began or in haste."""
+    """Does what the command line asks for. Returns the exit code: 0 done or stopped with a checkpoint, 1 the run
+    failed, 2 the configuration or its inputs are wrong, 130 stopped by a signal before the run began, or at once by a
+    second Ctrl-C."""
     try:
         with process.interrupting():
             if wrong := process.hidden_package() or process.wrong_place():
                 print(f"error: {wrong}", file=sys.stderr)
                 return 2
             return _run(asked)
-    except KeyboardInterrupt:  # once it has begun, learner.driver.launch stops it with a checkpoint
+    except KeyboardInterrupt:  # a run that has begun is stopped by learner.driver.launch, with a checkpoint
         print("stopped before the run began", file=sys.stderr)
         return 130
 
 
 def _run(asked: RunRequest) -> int:
-    """Raises KeyboardInterrupt if it is asked to end before it has begun."""
-    from cluster.errors import WrongInput  # here and below: once it is known that our packages are ours
+    """As `run`, which has checked that imports find gleaner's own packages. Raises KeyboardInterrupt if a signal asks
+    the run to end before it has begun."""
+    from cluster.errors import WrongInput  # imported here and below, once it is known that our packages are ours
     from learner.config import load
     from learner.driver import failure
 
@@ -250,22 +252,22 @@ def _run(asked: RunRequest) -> int:
     model_files.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
         return _dry_run(config, asked.assume_gpus, verbose=asked.verbose) if asked.dry_run else _train(config)
-    except SystemExit as error:  # what SIGTERM is while Ray starts
+    except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
         raise KeyboardInterrupt from error
-    except asyncio.CancelledError as error:  # the second Ctrl-C of a run, or a request to end during its start
+    except asyncio.CancelledError as error:  # a second Ctrl-C in a run, or a signal during its start
         begun = "stopped at once; the same command goes on from its last checkpoint"
         print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
         return 130
     except (Exception, BaseExceptionGroup) as several:
         cause = failure.first_of(several)
-        if isinstance(cause, WrongInput):  # some of them only a cluster that was joined can tell
+        if isinstance(cause, WrongInput):  # some mistakes show only on the nodes of a cluster that was joined
             print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
             return 2
         return _fail(cause)
 
 
 def _tell_more(wrong: "WrongSettings") -> None:
-    """What else is wrong: files, columns and reward functions that the other settings name."""
+    """Prints further mistakes: those in files, columns and reward functions that the valid settings name."""
     if (others := wrong.others()) is None:
         return
     from cluster.errors import WrongInput
@@ -278,7 +280,7 @@ def _tell_more(wrong: "WrongSettings") -> None:
         look(config, sections=sections).finish()
     except WrongInput as error:
         print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
-    except Exception as error:  # what half a configuration meets must not stand before what is known to be wrong
+    except Exception as error:  # an incomplete configuration may fail in any way, and the mistakes are printed already
         logging.getLogger("learner").debug("the other settings could not be looked at: %r", error)
 
 
@@ -308,20 +310,20 @@ def _train(config: "RunConfig") -> int:
 
 
 def _fail(error: BaseException) -> int:
-    """Prints the whole traceback for debugging, and its one sentence last, where it is read first."""
+    """Prints the error, with its traceback where that helps and its sentence last; returns the exit code."""
     from cluster.actor import ClusterLost
     from learner.driver import failure
 
     text, code = failure.tell(error)
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, ClusterLost):
-        leave(code)  # Ray's threads in here crash on the way out, once a part of Ray is gone
+        leave(code)  # after the loss of a part of Ray, its threads in this process would crash at the normal exit
     return code
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process, all of whose files and processes are closed, without the interpreter's own end, which takes
-    half a second to undo imports. Whatever asks it to end now gets what it asks for."""
+    """Ends the process without the interpreter's own end, which takes half a second to undo imports. To be called when
+    all files are closed and all child processes have ended. Signals are ignored from here on."""
     process.end_unheard()
     os._exit(process.streams_outcome(code))
 

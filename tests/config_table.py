@@ -1,6 +1,6 @@
-"""Makes docs/configuration.md out of the configuration's models: every key, its default, and why one would change it.
+"""Makes docs/keys.md out of the configuration's models: every key, its default, and why one would change it.
 
-python -m tests.config_table        # writes docs/configuration.md; tests/test_config_table.py compares
+python -m tests.config_table        # writes docs/keys.md; tests/test_config_table.py compares
 """
 
 import ast
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from learner.config.load import Key, keys
 from learner.config.run import RULES
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "keys.md"
 
 
 def reason(key: Key) -> str:
@@ -36,7 +36,7 @@ def _reasons(model: type[BaseModel]) -> dict[str, str]:
 
 
 def document() -> str:
-    """The content of docs/configuration.md."""
+    """The content of docs/keys.md."""
     sections: dict[str, list[str]] = {}
     for key in keys():
         head, dot, _ = key.name.partition(".")
@@ -62,24 +62,25 @@ def _size(default: str) -> str:
 
 HEADER = """| key | default | what it is, and why you would change it |
 |---|---|---|"""
-TEXT = """# Configuration
+TEXT = """# Keys of the configuration
 
 Made by `python -m tests.config_table` from the models in `learner/config/`,
 `learner/algo/surrogates.py`, `rollout/config.py`, `rewards/config.py` and `cluster/config.py`;
 `tests/test_config_table.py` compares it with them.
 
-A configuration is a YAML file of these {count} keys, and any of them can be set on the command line:
-`learner.learning_rate=1e-4`, `rewards.0.weight=2`, `'data.eval={{size: 50}}'`. An unknown key is an error that names
-the nearest one; all mistakes are told at once. Sizes are written with a unit (`24GiB`, `256MiB`). `configs/` has
-examples; the README has one in ten lines. The keys that most runs touch: `model.path`, `data`, `rewards`, `steps`,
-`learner.learning_rate`, `learner.groups_per_step`, `rollout.num_generations`, `rollout.max_completion_length`,
-`max_staleness` and `cluster.gpus`.
+This page lists the {count} keys of a configuration, section by section, and below them the
+[rules of settings that go together](#rules-of-settings-that-go-together). [configuration.md](configuration.md) says how
+settings are given and which to set first. `gleaner train --keys` prints the keys, too. In the names `<i>` stands for an
+item's index in a list, from 0: `rewards.0.weight`.
+
+## Keys without a section
 
 {sections}
 
-## Which settings go together
+## Rules of settings that go together
 
-Made from `learner/config/run.py`, which also makes the errors.
+A configuration that breaks a rule is refused before a run starts. The table is made from the rules in
+`learner/config/run.py` and `learner/config/arrangement.py`, which also make the errors.
 
 | setting | rule | else |
 |---|---|---|

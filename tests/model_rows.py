@@ -1,4 +1,4 @@
-"""The architectures of docs/models.md, each as the config of a tiny random model."""
+"""The architectures of docs/model_tables.md, each as the config of a tiny random model."""
 
 from __future__ import annotations
 

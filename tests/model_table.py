@@ -1,6 +1,6 @@
-"""Makes docs/models.md: what the learner does with a tiny random model of each architecture, and what vLLM has for it.
+"""Makes docs/model_tables.md: what the learner does with a tiny random model of each architecture, and what vLLM has.
 
-python -m tests.model_table        # writes docs/models.md; tests/test_model_table.py compares
+python -m tests.model_table        # writes docs/model_tables.md; tests/test_model_table.py compares
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from examples.random_families import FAMILIES, TINY
 from tests.model_rows import BY_CONFIG, ROWS
 from tests.template_table import section
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "model_tables.md"
 OWN_NAMES = ("bloom", "falcon", "gpt2")  # their configs share no names with TINY
 HEADER = ("model_type", "learner", "why", "all-linear", "vLLM")
 
@@ -113,7 +113,7 @@ def _served(model_class: str) -> str:
 
 
 def table() -> str:
-    """The content of docs/models.md."""
+    """The content of docs/model_tables.md."""
     import torch
 
     threads = torch.get_num_threads()
@@ -135,37 +135,25 @@ def table() -> str:
     return TEXT.format(table=as_table(HEADER, rows), proven=proven_table, templates=section())
 
 
-TEXT = """# Models
+TEXT = """# Tables of models and chat templates
 
 Made by `python -m tests.model_table` from a tiny random model of each architecture; `tests/test_model_table.py`
-compares it with what the code says now.
+compares it with what the code says now. [models.md](models.md) says what follows from it for a run.
 
-- **packed**: completions share their prompt in one row without padding, proven at the start of each run
-  (`learner/model/packing_check.py`).
-- **padded**: right, with transformers' own attention; each completion is computed with its own prompt and padding.
-- **refused**: the run ends before its first step, with that reason.
-- **all-linear**: the layers that `learner.lora.targets: all-linear` adapts. Of a model with experts the attention only:
-  vLLM has no LoRA for experts on a CPU, so experts and router are refused as targets, and `learner.mode: full` as well.
-- **vLLM**: what the installed one has for adapters of it. `without LoRA`: use `learner.push: merged` or
-  `learner.mode: full`. `no class of its own`: vLLM tries transformers' code.
+## Architectures
 
-A model with layers that carry a state along (Mamba, linear attention, convolutions) is refused before the start where
-the generator has no card, but for nemotron_h, whose layers are Mamba-2's. Of a hybrid family, models all of whose
-layers are attention's are none of these. (On a card models with a state have not been run yet.)
-
-An architecture that is not listed is tried in the same way at the start, and either trained or refused with a reason:
-its logits must be cap and scale (`learner/model/logprob.py`) of the products of an output embedding without bias.
+- **learner**: `packed`, `padded` or `refused`, as [models.md](models.md#what-a-run-finds-out-about-a-model) explains.
+- **why**: the reason for which the architecture is padded or refused.
+- **all-linear**: the layers that `learner.lora.targets: all-linear` adapts.
+- **vLLM**: what the installed vLLM has for adapters of the architecture. `no class of its own`: vLLM tries
+  transformers' code.
 
 {table}
 
-Phi-3 with longrope: prompt and completion together up to `original_max_position_embeddings`; beyond that it is refused.
-An adapter of GLM-4's `gate_up_proj` is exported twice: `adapter/` for PEFT, `adapter/vllm/` for `vllm serve`, which has
-other names for that layer.
-
 ## In the whole system
 
-Ray, vLLM on a CPU and the learner, float32, LoRA on all-linear: the largest difference between the sampler's and the
-learner's logprob of a token (`python -m benchmarks families`).
+The table has the largest difference between the sampler's and the learner's logprob of a token, in runs with Ray, vLLM
+on a CPU and the learner, in float32, with LoRA on all-linear (`python -m benchmarks families`).
 
 {proven}
 

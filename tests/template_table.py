@@ -1,5 +1,5 @@
-"""Makes tests/template_table.json and its part of docs/models.md: what observations are to the chat templates that
-packages ship.
+"""Makes tests/template_table.json and its part of docs/model_tables.md: what observations are to the chat templates
+that packages ship.
 
 python -m tests.template_table                                      # what is installed: transformers and vllm
 python -m tests.template_table trl-1.16.0=FILE.whl vllm-0.32.0-sdist=FOLDER    # and others, FOLDER being the examples
@@ -87,7 +87,7 @@ def _parser(chat: Chat) -> str:
 
 
 def section() -> str:
-    """The part of docs/models.md."""
+    """The part of docs/model_tables.md."""
     found = json.loads(RESULTS.read_text())
     parts = []
     for package, rows in found.items():
@@ -123,27 +123,26 @@ def _count(found: dict[str, dict[str, Row]], kind: str) -> str:
 
 TEXT = """## Chat templates and observations
 
-What a tool or an environment answers is appended to what the policy sampled, as the tokens that the chat template
-writes there (`rollout/data/observation.py`), and what was sampled is never tokenised again. Whether that is what the
-template writes behind any turn is tried before a run, and was tried here for every chat template that these packages
-ship. Of all: tool results {tool}; user messages {user}.
+[models.md](models.md#chat-templates) says why a template matters in a run with tools or several turns. Every chat
+template that these packages ship was tried here. Of all templates: tool results {tool}; user messages {user}.
 
-- **exact**: the same text and ids behind every turn of a dozen conversations: with and without thinking (in a field of
-  its own, in the text), a system message, an earlier round.
-- **varies**: the template lets it depend on what came before; why says the first difference.
-- **refused**: it cannot be appended, and a run that needs it ends before its first step, with that reason.
+- **exact**: the template writes the same text and ids behind every turn of a dozen conversations: with and without
+  thinking (in a field of its own, in the text), with a system message, after an earlier round.
+- **varies**: what the template writes depends on what came before; the column `why` has the first difference.
+- **refused**: the answer cannot be appended, and a run that needs it ends before its first step, with that reason.
 - **keeps the past**: whether a render of the whole conversation begins with the conversation as it was rendered
   before, so that rendering it anew would do; with `thinking`, where turns have some.
-- **calls read by**: the parser that reads back a call, and two in one turn, that the template wrote (`hermes` is ours,
-  the others are vLLM's); `none`: tools are refused. A template that writes no calls leaves their form to the policy.
-- **compared**: of real conversations of up to three rounds, in how many the appended text is the difference between
+- **calls read by**: the parser that reads back a call, and two in one turn, that the template wrote. `hermes` is
+  gleaner's, the others are vLLM's. With `none` tools are refused. A template that writes no calls leaves their form to
+  the policy.
+- **compared**: in how many of the real conversations of up to three rounds the appended text is the difference between
   the template's renders with and without the observation. Where the template rewrites its past there is no difference
   to compare with, and templates that vary may differ here.
 
-The tokenizers were made on the spot: the template's special tokens, else one token per byte. So what is said is true of
-the templates, and their models' own tokenizers are tried at the start of a run. Made by
-`python -m tests.template_table`, which tells how; `tests/test_template_table.py` compares what is installed, so TRL's
-and the source distribution's templates as of the versions given.
+The tokenizers were made on the spot: they have the template's special tokens, else one token per byte. So the tables
+are true of the templates, and a model's own tokenizer is tried at the start of a run. `python -m tests.template_table`
+makes the rows; `tests/test_template_table.py` compares what is installed, so TRL's and the source distribution's
+templates are those of the versions given.
 
 {tables}
 """

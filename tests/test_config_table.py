@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the configuration's models say."""
+"""docs/keys.md says what the configuration's models say."""
 
 import pytest
 

@@ -1,4 +1,8 @@
-"""What the documents say of the repository: files, commands and metrics that are there, and all of the latter."""
+"""What the documents say of the repository: files, commands and metrics that are there, and all of the latter. The
+README is short, and what it shows works as it stands there. The site of the documents: every page has a place in it,
+every link leads somewhere, nothing is fetched elsewhere. Every shipped configuration is one that the program
+accepts. The files of examples/clusters: what they start is a command of gleaner's, on the Ray that it wants.
+"""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""PPO's four roles on one card, as docs/memory.md says it."""
+"""PPO's four roles on one card, as docs/ppo.md says it."""
 
 from benchmarks.learner.memory_tables import FOUR_ROLES, four_roles, four_roles_report
 from cluster.memory.shape import GB, total

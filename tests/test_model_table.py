@@ -1,4 +1,4 @@
-"""docs/models.md says what the code does now."""
+"""docs/model_tables.md says what the code does now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The wheel, made from the sdist, in an environment of its own, whose other packages are those of the tests."""
+"""The wheel, made from the sdist, in an environment of its own, whose other packages are those of the tests. The
+installations: what the lists pin is what pyproject.toml allows and the contracts know; the Dockerfiles run the
+commands of the Makefile, on a Python and with the system packages that those ask for. No network, no Docker. What uv
+is told of pip's configuration, from what pip itself prints of one. `import gleaner` is what `learner` has for
+Python, whatever files lie beside the script.
+"""
 
 from __future__ import annotations
 

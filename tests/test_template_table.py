@@ -1,4 +1,4 @@
-"""tests/template_table.json, hence docs/models.md, says what the installed packages' templates do."""
+"""tests/template_table.json, hence docs/model_tables.md, says what the installed packages' templates do."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from rollout.worker import RolloutWorker, WorkerSpec
 from tests.test_architecture import ROOT, TEXT, WALK
 
 PACKAGES = ("learner", "rollout", "rewards", "cluster")
-# Not in this process: vLLM, and what a reward process runs.
-ELSEWHERE = {"rollout/vllm/engine.py", "rollout/vllm/convert.py", "rewards/slot.py"}
+# Not in this process: vLLM.
+ELSEWHERE = {"rollout/vllm/engine.py", "rollout/vllm/convert.py"}
 STANDS_IN = {"rollout/fakes.py"}  # for vLLM
 BESIDE = set(re.findall(r"`([\w/]+\.py)`", TEXT.partition("hand nothing on:")[2].partition("\n\n")[0]))
 

@@ -1,8 +1,8 @@
 """What the memory model says, in three tables: beside what others have published, of PPO's four roles, and beside the
 step that trains, run on tensors without content.
 
-    python -m benchmarks.learner.memory_tables published      # writes the result, and the table into docs/memory.md
-    python -m benchmarks.learner.memory_tables four_roles     # likewise
+    python -m benchmarks.learner.memory_tables published      # writes the result and its tables
+    python -m benchmarks.learner.memory_tables four_roles     # writes the result, and the table into docs/ppo.md
     PYTHONPATH=. OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.learner.memory_tables peaks [--models NAME ...]
 
 published   A row is theirs in settings and arrangement, and ours in arithmetic: cluster.memory says what a step takes,
@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import LEARNER_PACKAGES, RESULTS, ROOT, as_table, conditions, cpu_seconds, parser_of, save, under
@@ -33,29 +34,35 @@ from learner.config.settings import LearnerConfig
 from learner.driver import memory
 
 GIB = 2**30
-DOCUMENT = ROOT / "docs" / "memory.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a table in DOCUMENT: `begin` is a line before it, `end` one after it."""
+    """Of a table in a document: `begin` is a line before it, `end` one after it."""
 
+    document: Path
     begin: str
     end: str
 
     def text(self) -> str:
-        return DOCUMENT.read_text().partition(self.begin)[2].partition(self.end)[0]
+        return self.document.read_text().partition(self.begin)[2].partition(self.end)[0]
 
     def fill(self, table: str) -> None:
-        text = DOCUMENT.read_text()
-        DOCUMENT.write_text(
+        text = self.document.read_text()
+        self.document.write_text(
             re.sub(f"{self.begin}.*{self.end}", lambda _: f"{self.begin}{table}{self.end}", text, flags=re.DOTALL)
         )
         print(table)
 
 
-PUBLISHED = Place("<!-- made by benchmarks.learner.memory_tables published -->\n", "<!-- end -->")
-FOUR_ROLES = Place("<!-- made by benchmarks.learner.memory_tables four_roles -->\n", "<!-- end of four roles -->")
+PUBLISHED = Place(
+    RESULTS / "published_memory.md", "<!-- made by benchmarks.learner.memory_tables published -->\n", "<!-- end -->"
+)
+FOUR_ROLES = Place(
+    ROOT / "docs" / "ppo.md",
+    "<!-- made by benchmarks.learner.memory_tables four_roles -->\n",
+    "<!-- end of four roles -->",
+)
 
 LENGTHS = Workload(generations=4, prompt=256, completion=786)
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")

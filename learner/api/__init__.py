@@ -1,1 +1,2 @@
-"""A run from a script or a notebook: the same engine in a process of its own, the same errors as exceptions."""
+"""The Python interface (`train`, `evaluate`, `plan`). A run is started from a script or a notebook in a process of its
+own, and the errors of the command line are raised as exceptions."""

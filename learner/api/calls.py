@@ -1,4 +1,4 @@
-"""train(), evaluate() and plan(): what the commands do, called from a script or a notebook."""
+"""The functions train(), evaluate() and plan(), with which a script or a notebook does what the commands do."""
 
 import inspect
 import json
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from learner.config import RunConfig
     from learner.tools.evaluation import Evaluated
 
-# metrics.jsonl, read while a run writes it.
+# Reading metrics.jsonl while a run writes it.
 
 
-Metrics = dict[str, float | None]  # of one step; None: not finite
+Metrics = dict[str, float | None]  # the metrics of one step; None stands for a number that is not finite
 
 
 class MetricsLines:
-    """The lines that a run adds, each once. A resumed run replaces the file, without the steps that it repeats."""
+    """Gives the lines that a run adds to metrics.jsonl, each once. A resumed run replaces the file by one without the
+    steps that it repeats, so lines that were seen already are skipped."""
 
     def __init__(self, path: Path) -> None:
-        """Lines that are there already are none of this run's."""
+        """Marks the lines that exist already as seen: they are not of the run that is about to start."""
         self._path = path
         self._seen: set[bytes] = set()
         self._inode, self._offset = -1, 0
         self.new()
 
     def new(self) -> list[Metrics]:
-        """What was added since the last call. A line that is still being written is left for the next one."""
+        """The lines that were added since the last call. A line that is not complete is left for the next call."""
         try:
             with opened(self._path) as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -59,37 +60,37 @@ class MetricsLines:
 
 
 def rows_of(path: Path) -> list[Metrics]:
-    """Every line of the file; none where there is no file."""
+    """The metrics of every line of the file; empty where there is no file."""
     return [json_value(line, str(path)) for _, line in lines(path)] if path.exists() else []
 
 
-# What a call of `train` gives back: where things are, and the numbers.
+# The result of `train`.
 
 HELD_OUT = "eval/"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """A run that is done, or was stopped with a checkpoint."""
+    """The result of a run that is done, or was stopped with a checkpoint."""
 
     run_dir: Path
-    adapter: Path | None  # in PEFT's format; None after full fine-tuning
-    model: Path | None  # the whole model, after full fine-tuning
+    adapter: Path | None  # folder of the adapter in PEFT's format; None after full fine-tuning
+    model: Path | None  # folder of the whole model after full fine-tuning, else None
     metrics: list[Metrics] = field(repr=False)
-    """A row for each step of the whole run, `step` among its keys; docs/metrics.md says what each means."""
+    """The metrics of each step of the whole run, with the key `step`; docs/metrics.md explains them."""
 
     @property
     def before(self) -> Metrics:
-        """The first held-out scores, `eval/accuracy` among them; empty where nothing was held out."""
+        """The metrics of the first evaluation, such as `eval/accuracy`; empty where no problems were held out."""
         return next(self._held_out(), {})
 
     @property
     def after(self) -> Metrics:
-        """The newest held-out scores."""
+        """The metrics of the newest evaluation."""
         return list(self._held_out())[-1] if self.before else {}
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: held-out scores and the reward before and after, and where things are."""
+        """What a notebook shows: held-out scores and the reward, before and after, and the folder of the result."""
         steps = [row for row in self.metrics if "reward/mean" in row]
         after = self.after
         found = [(name, value, after.get(name)) for name, value in self.before.items() if name != "step"]
@@ -107,9 +108,9 @@ class TrainResult:
 
     @property
     def advice(self) -> list[str]:
-        """What the last steps leave to be learned from, in sentences, those of the end of the run: nearly all
-        completions were cut off, no token was trained on, or all completions score the same. Empty where there is
-        signal, or no run folder any more."""
+        """The sentences that are printed at the end of a run without a training signal: in its last steps nearly all
+        completions were cut off, no token was trained on, or all completions had the same reward. Empty where there
+        was a signal, or where the run folder no longer exists."""
         from learner.config import load
         from learner.driver.metrics import SignalWatch
 
@@ -130,13 +131,13 @@ class TrainResult:
 
 
 def result_of(run_dir: Path, rows: list[Metrics]) -> TrainResult:
-    """Of the run in the folder, whose metrics are `rows`."""
+    """The result of the run in a folder. rows: its metrics."""
     learned = learned_in(run_dir)
     whole = learned == run_dir / MODEL
     return TrainResult(run_dir, None if whole else learned, learned if whole else None, rows)
 
 
-# train(): a run from a script or a notebook.
+# train().
 
 OnStep = Callable[[Metrics], bool | None]
 CHILD = "learner.api.child"
@@ -154,26 +155,27 @@ def train(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> TrainResult:
-    """Trains a model on rewards, as `python -m learner.main` does, in a process of its own; returns when it is done.
+    """Trains a model on rewards, as `gleaner train` does, in a process of its own; returns when the run has ended.
 
-    The same call goes on where the run stopped, and does nothing where it is done.
+    The same call resumes a run that was stopped, and does nothing if the run is done.
 
     Args:
-        model: hub name or folder, or the whole section `model` of the configuration.
-        rewards: reward functions (rewards.base has the convention, which is TRL's), names as in a configuration file
-            (`number`, `my_rewards.py:accuracy`), or mappings with the keys of a reward, whose `use` is one of those.
+        model: hub name or folder, or a mapping with the keys of the section `model`.
+        rewards: a list of reward functions (rewards.base has their signature, which is TRL's), of names as in a
+            configuration file (`number`, `my_rewards.py:accuracy`), or of mappings with the keys of a reward, in which
+            `use` is such a function or name.
         dataset: the training problems: a datasets.Dataset, a list of mappings, a path, or a hub name.
-        eval_dataset: held-out problems, likewise; None: a part of `dataset`.
-        config: a YAML file whose keys are the base of all others.
-        on_step: called with each line of metrics.jsonl as it is written, `step` among its keys. False asks the run to
-            stop with a checkpoint; the step after it may have begun, and is finished. An exception does the same and
-            is raised from here.
-        settings: any key of the configuration (docs/configuration.md), as sections or dotted:
+        eval_dataset: held-out problems, given in the same way; None: a part of `dataset` is held out.
+        config: a YAML file with settings; the arguments replace those of the same keys.
+        on_step: called with the metrics of each step, `step` among its keys, when the run writes them. If it returns
+            False, the run stops with a checkpoint; the next step may have begun, and is finished first. An exception
+            stops the run in the same way, and is raised from here.
+        settings: any key of the configuration (docs/keys.md), as a section or dotted:
             `steps=200, rollout={"num_generations": 8}, **{"learner.lora.rank": 32}`. Where a file names a function or
-            a class, that itself may stand.
+            a class, the function or class itself may be given.
 
     Raises:
-        InputError: settings or inputs are wrong; one line for each mistake, those of the command line.
+        InputError: settings or inputs are wrong; the text has a line for each mistake, as on the command line.
         RunFailed: the run failed after it had begun.
         KeyboardInterrupt: the first Ctrl-C finishes the step and writes a checkpoint, the second ends the run at once.
     """
@@ -207,7 +209,7 @@ def _placed(config: "RunConfig") -> Path:
 
 
 def _written(inputs: Inputs, folder: Path, tree: Mapping[str, Any]) -> str:
-    """The configuration as YAML, once what it names is there."""
+    """Writes the functions and rows that the configuration names, and returns the configuration as YAML."""
     try:
         return dump(inputs.write(folder, tree))
     except OSError as error:
@@ -215,8 +217,8 @@ def _written(inputs: Inputs, folder: Path, tree: Mapping[str, Any]) -> str:
 
 
 def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) -> None:
-    """Waits for the end of the run; meanwhile hands its output and metrics on. Raises what `on_step` raised, and
-    KeyboardInterrupt after a Ctrl-C, once the run has ended."""
+    """Waits for the end of the run; meanwhile prints its output, and calls `on_step` with its metrics. When the run has
+    ended, raises what `on_step` raised, or KeyboardInterrupt after a Ctrl-C."""
     steps = _Steps(on_step, process)
 
     def look() -> None:
@@ -234,7 +236,7 @@ def _follow(process: RunProcess, lines: MetricsLines, on_step: OnStep | None) ->
 
 
 def _check(process: RunProcess, inputs: Inputs) -> None:
-    """Raises what the run that has ended says of its failure; of one that was refused nothing is left."""
+    """Raises the failure of a run that has ended, if it failed; removes its files first if its inputs were wrong."""
     if (failure := process.failure()) is not None:
         if isinstance(failure, InputError):
             inputs.withdraw()
@@ -246,7 +248,10 @@ def _where(failure: TrainError | None) -> str:
 
 
 class _Steps:
-    """Hands each step's metrics to the user's function; what that says or raises asks the run to stop."""
+    """Calls the user's function with each step's metrics, and stops the run if it returns False or raises.
+
+    error: the exception that it raised, or None.
+    """
 
     def __init__(self, on_step: OnStep | None, process: RunProcess) -> None:
         self.error: BaseException | None = None
@@ -263,13 +268,13 @@ class _Steps:
             stop = is_bool(answer) and not answer
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # sys.exit() in it is its author's wish to leave, too
+        except BaseException as error:  # sys.exit() in the function is to stop the run, too
             self.error, stop = error, True
         if stop:
             self._process.interrupt(1)
 
 
-# evaluate(): a model or an adapter on data, as `gleaner eval` does it.
+# evaluate().
 
 EVALUATION_WORDS = ("interrupted: the evaluation ends", "stopping at once")
 
@@ -287,21 +292,24 @@ def evaluate(
     threshold: float = 1.0,
     **settings: Any,
 ) -> "Evaluated":
-    """Scores a model on data by the generators and reward functions of a run, in a process of its own.
+    """Scores a model or an adapter on data, as `gleaner eval` does, with generators and reward functions as in a run,
+    in a process of its own.
 
     Args:
         model, rewards, config, settings: as in `train`.
-        dataset: the problems, as in `train`, all of them; None: those that such a run holds out.
-        adapter: folder in PEFT's format.
-        run: what `train` returned, or a run's folder: its configuration, and what it has learned; with `model` that
-            one is scored in its place.
-        samples: completions of each problem beside the greedy one, at rollout.temperature.
-        limit: the first so many problems.
-        threshold: the score from which on a completion is correct for pass@k.
+        dataset: the problems, given as in `train`, all of which are used; None: those that a run with these settings
+            holds out.
+        adapter: folder of an adapter in PEFT's format.
+        run: what `train` returned, or a run's folder, from which the configuration and the adapter or model are taken.
+            If `model` is given, it is scored instead.
+        samples: number of completions of each problem beside the greedy one, sampled at rollout.temperature.
+        limit: number of problems to use, the first ones; None: all.
+        threshold: least score of a completion that counts as correct for pass@k.
 
     Returns:
-        `metrics` by name (greedy, mean@K, pass@k, majority@K), each with `value`, the mean over so many `problems`, and
-        `low` and `high`, its 95 % interval; `rows`, an Arrow table; and what learner.tools.evaluation.Evaluated says.
+        An Evaluated (learner.tools.evaluation): `metrics` by name (greedy, mean@K, pass@k, majority@K), each with its
+        mean `value` over `problems` problems and the bounds `low` and `high` of its 95 % interval; `rows`, an Arrow
+        table of the completions; and more.
 
     Raises:
         InputError, RunFailed, KeyboardInterrupt: as `train`.
@@ -327,7 +335,7 @@ def evaluate(
 
 
 def _evaluated(folder: Path, given: Mapping[str, Any]) -> "Evaluated":
-    """Raises what `evaluate` does."""
+    """Runs the evaluation in a process of its own, which writes its result into `folder`. Raises as `evaluate`."""
     with RunProcess(CHILD, ["evaluate", str(folder)], json.dumps(given)) as process:
         if process.follow(lambda: None, EVALUATION_WORDS):
             raise KeyboardInterrupt("the evaluation was stopped")
@@ -344,7 +352,8 @@ def _evaluated(folder: Path, given: Mapping[str, Any]) -> "Evaluated":
 
 
 def _whole(settings: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-    """With all of the data set, however much of its own a run's file takes, unless the settings say how much."""
+    """The settings, with data.size for all of the dataset or its first `limit` rows, unless they contain data.size
+    already: that of a configuration file is meant for the file's own data."""
     section = settings.get("data")
     said = isinstance(section, Mapping) and "size" in section
     return dict(settings) if said else {"data.size": limit, **settings}
@@ -363,7 +372,7 @@ def _check_given(samples: int, limit: int | None, threshold: float, run: Any, ad
 
 
 def _configuration(folder: Path, given: str | os.PathLike[str] | None) -> Path:
-    """The file that a run has written. Raises InputError where there is none, and where another is given beside it."""
+    """The configuration file in a run's folder. Raises InputError if there is none, or if `config` was given, too."""
     if given is not None:
         raise InputError("run: does not go with config, which it has in its folder; give one of them")
     file = folder / "config.yaml"
@@ -373,7 +382,7 @@ def _configuration(folder: Path, given: str | os.PathLike[str] | None) -> Path:
 
 
 def _learned(folder: Path, adapter: str | os.PathLike[str] | None) -> tuple[Path | None, str | os.PathLike[str] | None]:
-    """Model and adapter as a run has left them; a given adapter counts. Raises InputError where there is neither."""
+    """Model and adapter of a run; `adapter` replaces the run's if given. Raises InputError if there is neither."""
     found = result_of(folder, [])
     adapter = found.adapter if adapter is None else adapter
     if found.model is None and adapter is None:
@@ -384,25 +393,28 @@ def _learned(folder: Path, adapter: str | os.PathLike[str] | None) -> tuple[Path
     return found.model, adapter
 
 
-# plan(): what a run with these settings takes on a card, as data.
+# plan().
 
-STAND_INS = {"data": {"path": "rg:chain_sum"}, "rewards": [{"use": "number"}]}  # for what takes no memory
+# Required settings that do not affect memory, for a configuration that leaves them out.
+STAND_INS = {"data": {"path": "rg:chain_sum"}, "rewards": [{"use": "number"}]}
 SLICES = {"generator": 0.5, "learner": 0.5}
 
 
 def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **settings: Any) -> list[dict[str, Any]]:
-    """What the memory planner says of a model on a card: a row for what it chooses, and one for each way of training
-    with what that needs at least.
+    """Plans the memory of a model on a card, as `gleaner plan` does.
 
     Args:
-        model: a name of the planner's table or a folder with a config.json, or the section `model` of a configuration.
-        gpu: a card or its size: "rtx4090", 24 (GB as sold), "24GiB". One without bfloat16 computes in float16.
-        settings: keys of the configuration as in `train`; those that take no memory may be left out. Without
-            `cluster.gpus` generator and learner are two slices of the card.
+        model: a name of the planner's table or a folder with a config.json, or a mapping with the keys of the section
+            `model`.
+        gpu: a card or its size: "rtx4090", 24 (GB as sold), "24GiB". On a card without bfloat16 the plan is for
+            float16.
+        settings: keys of the configuration as in `train`; those that do not affect memory may be left out. Without
+            `cluster.gpus`, generator and learner are two slices of the card.
 
     Returns:
-        Rows with the keys `model`, `params`, `method` ("chosen" in the first), `fits`, and the numbers of
-        `gleaner plan --json`, in bytes. A choice that does not fit has `needs` and `advice` in their place.
+        A row for what the planner chooses, and a row with the least memory that each way of training needs. Their keys
+        are `model`, `params`, `method` ("chosen" in the first row), `fits`, and the numbers of `gleaner plan --json`,
+        in bytes. If the choice does not fit, it has `needs` and `advice` instead of the numbers.
 
     Raises:
         InputError: the model, the card or a setting is wrong.
@@ -429,17 +441,17 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}
     for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
         own = asked_for(wish, method, dtype_of(method, wish.dtype, old=old))
-        if (own.base, own.dtype) != ("nf4", "float32"):  # 4 bits go with types of 16
+        if (own.base, own.dtype) != ("nf4", "float32"):  # a 4-bit base needs a 16-bit type
             rows[name] = to_dict(least(shape, card.bytes, work, own))
     return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]
 
 
 def _with_defaults(tree: dict[str, Any], *, old: bool) -> dict[str, Any]:
-    """On one card, which if it is old has no bfloat16."""
+    """Sets the defaults of `plan`: both roles on one card, and another dtype on a card without bfloat16 (`old`)."""
     if isinstance(cluster := tree.setdefault("cluster", {}), dict):
         cluster.setdefault("gpus", SLICES)
     if old:
         learner = tree.get("learner")
         whole = isinstance(learner, dict) and learner.get("mode") == "full"
-        tree["model"].setdefault("dtype", "float32" if whole else "float16")  # float16 trains no whole model
+        tree["model"].setdefault("dtype", "float32" if whole else "float16")  # learner.mode=full refuses float16
     return tree

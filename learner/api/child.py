@@ -1,10 +1,10 @@
-"""The process of a run or an evaluation that was started from Python:
+"""The process in which learner.api.calls runs a training or an evaluation. PARENT is the caller's process id:
 
     python -m learner.api.child PARENT train --config /dev/stdin
     python -m learner.api.child PARENT evaluate FOLDER
 
-By standard input comes the configuration of a run, or for an evaluation a JSON object: the tree of a configuration, and
-the arguments of learner.tools.evaluation, whose result goes to the folder.
+Standard input holds the configuration of the run, or for an evaluation a JSON object with the tree of a configuration
+and the arguments of learner.tools.evaluation.evaluate, whose result is written to FOLDER.
 """
 
 import json
@@ -20,22 +20,21 @@ RESULT, ROWS = "result.json", "rows.parquet"
 
 
 def tie_to(parent: int) -> None:
-    """This process ends with its parent, which is one more request to end: a run finishes its step first, and writes a
-    checkpoint.
+    """Has this process get SIGTERM when its parent ends: a run then finishes its step and writes a checkpoint.
 
-    As PR_SET_PDEATHSIG goes by the thread that started it, that thread has to wait for it. The kernel tells of the end
-    of each thread of the parent.
+    PR_SET_PDEATHSIG sends the signal when the thread that started this process ends, so that thread has to wait for
+    this process.
     """
     process.keep_streams()
-    for number in (signal.SIGINT, signal.SIGTERM):  # what starts notebooks may have them ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may be ignored in processes that notebooks start
         signal.signal(number, signal.default_int_handler)
     process.end_as_command()
-    if not end_with_parent(parent, signal.SIGTERM):  # it has ended already
+    if not end_with_parent(parent, signal.SIGTERM):  # the parent has ended already
         leave(1)
 
 
 def evaluate(folder: Path) -> int:
-    """Exit code: as of learner.tools.reported."""
+    """Runs the evaluation that standard input describes. Returns the exit code, as learner.tools.reported does."""
     process.ours_first()
     from learner.tools.reported import reported
 

@@ -1,4 +1,5 @@
-"""A run in a child process: its output comes out of this one, Ctrl-C goes to it, and it never outlives us."""
+"""Runs a training or an evaluation in a child process: prints its output, passes Ctrl-C on to it, turns its failure
+into an exception, and ends it when the caller ends."""
 
 import contextlib
 import os
@@ -11,39 +12,39 @@ from collections.abc import Callable, Sequence
 
 from cluster import own_path
 
-# TrainError, and under it InputError (exit code 2 of the command line) and RunFailed (exit code 1).
+# The exceptions. InputError is exit code 2 of the command line, RunFailed is exit code 1.
 
 
 class TrainError(Exception):
-    """A call of `train`, `evaluate` or `plan` that did not do what it was asked; the text is the command line's."""
+    """A call of `train`, `evaluate` or `plan` failed. The text is that of the command line."""
 
 
 class InputError(TrainError, ValueError):
-    """The settings or inputs are wrong: one line for each mistake, nothing was trained."""
+    """The settings or inputs are wrong, and nothing was trained. The text has a line for each mistake."""
 
 
 class RunFailed(TrainError, RuntimeError):
-    """The run failed after it had begun; the same call of `train` goes on from its last checkpoint."""
+    """The run failed after it had begun. The same call of `train` continues from its last checkpoint."""
 
 
-CLOSE_S = 60.0  # for a run that is to end at once: it takes its processes down
-LOOK_S = 0.2  # between two looks at what it has written
-KILL_AT = 3  # times of Ctrl-C; Ray's processes end when they see that the driver is gone
-TAIL = 2**16  # characters of output in which its last words are looked for
+CLOSE_S = 60.0  # seconds in which a run that is to end at once must end its processes
+LOOK_S = 0.2  # seconds between two looks at the child's output
+KILL_AT = 3  # number of Ctrl-C that kill the child; Ray's processes end when they notice that the driver is gone
+TAIL = 2**16  # number of last characters of the output in which the error is looked for
 SAID = ("error: ", "config: ")
-# Lines, not the moving table of a terminal: notebooks set FORCE_COLOR, by which rich would take the file for one.
+# The child prints lines and no live table, though notebooks set FORCE_COLOR: rich would take the file for a terminal.
 PLAIN = {"TTY_COMPATIBLE": "0", "RAY_COLOR_PREFIX": "0"}
 
 
 class RunProcess:
-    """Context manager; at its end the process has ended.
+    """A child process: a context manager, at whose end the process has ended.
 
-    Its output goes to a file and not to a pipe: a run whose parent is gone can still write, and so finish its step. It
-    has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which hands it on.
+    Its output goes to a file and not to a pipe, so that a run whose parent has died can still write, and finish its
+    step. It has a session of its own, so that a terminal's Ctrl-C reaches only the parent, which passes it on.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], given: str) -> None:
-        """`given` goes to its standard input and not into a file: a configuration may hold secrets."""
+        """Starts the process. given: its standard input; no file is used, since a configuration may hold secrets."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
         self._read, self._tail, self._interrupted = 0, "", 0
@@ -53,14 +54,15 @@ class RunProcess:
             env={**os.environ, **PLAIN, **own_path.environment()},  # sys.path may have been changed in this process
         )  # fmt: skip
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # one that died says why
+        # If the child has died already, `failure` says why.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
             stream.write(given.encode())
 
     def __enter__(self) -> "RunProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The second SIGINT ends it at once and cleanly.
+        # The second SIGINT ends the child at once, but cleanly.
         for number, patience in ((signal.SIGINT, 1.0), (signal.SIGINT, CLOSE_S), (signal.SIGKILL, CLOSE_S)):
             if not self.wait(0):
                 self._process.send_signal(number)
@@ -68,8 +70,8 @@ class RunProcess:
         self._file.close()
 
     def follow(self, look: Callable[[], None], words: tuple[str, str]) -> int:
-        """Waits for its end; meanwhile prints what it writes, and calls `look`. Returns how often Ctrl-C was pressed:
-        the first two are handed on, with `words` about them, the third kills it."""
+        """Waits for the child's end; meanwhile prints its output, and calls `look` again and again. Returns how often
+        Ctrl-C was pressed: the first two are passed on, each with one of `words` printed; the third kills it."""
         interrupts, ended = 0, False
         while not ended:
             try:
@@ -83,7 +85,7 @@ class RunProcess:
         return interrupts
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after so many seconds at most."""
+        """Waits for the child's end, at most so many seconds. Returns whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -91,14 +93,14 @@ class RunProcess:
         return True
 
     def interrupt(self, times: int) -> None:
-        """Sees to it that it has been interrupted so often. Once: finish the step, write a checkpoint, leave. Twice:
-        leave at once, which neither a function of the user's nor one Ctrl-C means, nor both."""
+        """Interrupts the child until it has been interrupted so many times in all. Once: it finishes the step, writes a
+        checkpoint and ends. Twice: it ends at once. So `on_step` and one Ctrl-C together still count as once."""
         while self._interrupted < times:
             self._interrupted += 1
             self._process.send_signal(signal.SIGINT)
 
     def relay(self) -> None:
-        """Prints what it has written since the last call."""
+        """Prints the child's output since the last call."""
         while new := os.pread(self._file.fileno(), TAIL, self._read):
             self._read += len(new)
             text = self._decoder.decode(new)
@@ -106,14 +108,14 @@ class RunProcess:
             self._say(text)
 
     def _say(self, text: str) -> None:
-        """Where nobody reads it any more, or it is closed, the run goes on without."""
+        """Prints the text. The run goes on if standard output is closed or nobody reads it."""
         if sys.stdout is not None and not sys.stdout.closed:
             with contextlib.suppress(OSError):
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
     def failure(self) -> TrainError | None:
-        """What the command line would have said; None of a run that is done, or was stopped with a checkpoint."""
+        """The failure, with the command line's text; None for a run that is done or was stopped with a checkpoint."""
         code = self._process.returncode
         if code == 0:
             return None
@@ -126,7 +128,7 @@ class RunProcess:
 
 
 def _last_words(lines: list[str]) -> list[str]:
-    """The last block of lines that say what was wrong, without what they begin with."""
+    """The last block of lines that begin with a prefix of SAID, without these prefixes."""
     found: list[str] = []
     for line in reversed(lines):
         begins = next((word for word in SAID if line.startswith(word)), None)

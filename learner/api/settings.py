@@ -1,4 +1,5 @@
-"""The arguments of a call -> the tree of a configuration, and its check: unknown keys, wrong values, rules."""
+"""Turns the arguments of `train`, `evaluate` and `plan` into the tree of a configuration, and checks it as a file is
+checked."""
 
 import hashlib
 import json
@@ -22,21 +23,21 @@ from learner.config.load import place_of
 from rewards import functions
 from rollout.config import OF_HELD_OUT, OF_ITS_PATH
 
-# Python values -> what a configuration file or a row of JSON lines holds.
+# Python values as a configuration file or a row of JSON lines holds them.
 
-BOOLEANS = ("bool", "bool_")  # how numpy calls its own, from 2 on and before
+BOOLEANS = ("bool", "bool_")  # names of numpy's boolean type, from version 2 on and before
 
-Other = Callable[[Any, str], Any]  # (what no file holds, where it stands) -> what stands for it, or an exception
+Other = Callable[[Any, str], Any]  # (value that no file can hold, its key) -> what a file holds instead; may raise
 
 
 def plain(value: Any, where: str, other: Other) -> Any:
-    """The value with numbers of numpy as Python's, paths as text, tuples as lists; `other` is asked about the rest."""
+    """The value, with numpy's numbers as Python's, paths as text, tuples as lists. other: called for any other kind."""
     if value is None:
         return value
     if is_bool(value):
         return bool(value)
     if isinstance(value, str):
-        return str.__str__(value)  # of an Enum that is text its value, not its name
+        return str.__str__(value)  # the value of a text Enum, whose str() may be its name
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -53,24 +54,24 @@ def plain(value: Any, where: str, other: Other) -> Any:
 
 
 def is_bool(value: Any) -> bool:
-    """Also for numpy's, which is no bool, nor the same as True or False."""
+    """Whether the value is a boolean of Python or numpy; numpy's is neither a bool nor identical to True or False."""
     return isinstance(value, bool) or type(value).__name__ in BOOLEANS
 
 
-# What a run is given that lies in no file yet: functions and rows. They are put into `inputs/` of the run folder, each
-# in a folder named by its content, so that the same call finds the same files.
+# Functions and rows that a call is given are written into `inputs/` of the run folder. Each has a folder named by a
+# digest of its content, so that the same call finds the same files.
 
-HERE = "<inputs>/"  # stands for the folder until it is known where that is
-SHORT = 12  # letters of a digest in a name
-FUNCTIONS = re.compile(r"rewards\.\d+\.use|learner\.loss\.ratio|env\.use|env\.args\..+")  # keys that take one
+HERE = "<inputs>/"  # stands for that folder until its place is known
+SHORT = 12  # number of characters of a digest in a folder's name
+FUNCTIONS = re.compile(r"rewards\.\d+\.use|learner\.loss\.ratio|env\.use|env\.args\..+")  # keys that take a function
 
 
 class Inputs:
-    """Contents by their path in the folder, until `write`."""
+    """Collects functions and rows, and gives each the path under which `write` puts it."""
 
     def __init__(self) -> None:
-        self._contents: dict[str, bytes] = {}
-        self._new: list[Path] = []  # files that were not there before
+        self._contents: dict[str, bytes] = {}  # path below the folder -> content of the file
+        self._new: list[Path] = []  # files that `write` has added
 
     def _add(self, digest: str, name: str, content: bytes) -> str:
         path = f"{digest[:SHORT]}/{name}"
@@ -78,7 +79,8 @@ class Inputs:
         return f"{HERE}{path}"
 
     def function(self, function: Any, where: str) -> str:
-        """The `use` of a function or class; InputError for any other thing, and for one that cannot be pickled."""
+        """Takes a function or class, and returns the `use` that names it. where: the key that it was given for. Raises
+        InputError for any other object, for a key that takes no function, and if it cannot be pickled."""
         if not callable(function):
             raise InputError(
                 f"{where}: must be what a configuration file can hold (a number, text, a list, a mapping) or a "
@@ -102,11 +104,11 @@ class Inputs:
         return f"{self._add(packed.digest, f'{packed.name}{functions.SUFFIX}', packed.content)}:{packed.name}"
 
     def rows(self, dataset: Any, key: str, name: str) -> str:
-        """The path of a dataset: a datasets.Dataset becomes Parquet, a list of mappings JSON lines; a path or hub name
-        stays what it is. Raises InputError, with the name of the argument (`key`)."""
+        """Takes a dataset, and returns its path: a datasets.Dataset becomes a Parquet file, a list of mappings JSON
+        lines; a path or hub name is returned as it is. key: name of the argument, for InputError. name: of the file."""
         if isinstance(dataset, str | os.PathLike):
             return os.fspath(dataset)
-        library = sys.modules.get("datasets")  # without it nobody has made one of its objects
+        library = sys.modules.get("datasets")  # if it was not imported, the dataset cannot be one of its objects
         if library is not None and isinstance(dataset, library.Dataset):
             if dataset.format["type"] == "custom":
                 raise InputError(f"{key}: has a transform (set_transform), which is not written; give {key}.map(...)")
@@ -130,9 +132,10 @@ class Inputs:
         return self._add(hashlib.sha256(content).hexdigest(), name, content)
 
     def write(self, folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes everything, and returns the tree of the configuration, in which HERE has become the folder.
+        """Writes all files into the folder, and returns the configuration's tree with the folder in place of HERE.
 
-        A file is there whole or not at all. Raises OSError, with the path in it.
+        Each file is written under another name and renamed, so that it is complete or missing. Raises OSError, which
+        names the path.
         """
         for path, content in self._contents.items():
             file = folder / path
@@ -146,7 +149,8 @@ class Inputs:
         return settled
 
     def withdraw(self) -> None:
-        """Removes what `write` has added, and the folders that are empty then, up to the run's: nothing was begun."""
+        """Removes the files that `write` has added, if the run did not begin; also folders that become empty, up to the
+        run folder."""
         for file in self._new:
             file.unlink()
             for folder in file.parents[:3]:
@@ -174,7 +178,7 @@ def _type(value: Any) -> str:
     return type(value).__name__
 
 
-# Of train, evaluate and plan, beside keys of the configuration; what they say of a mistyped one has these, too.
+# Arguments of train, evaluate and plan that are no keys of the configuration. Errors suggest them for a mistyped name.
 ARGUMENTS = (
     "model", "rewards", "dataset", "eval_dataset", "config", "on_step", "adapter", "run", "samples", "limit",
     "threshold",
@@ -189,17 +193,18 @@ def tree_of(
     settings: Mapping[str, Any],
     inputs: Inputs,
 ) -> dict[str, Any]:
-    """What the configuration file of the same run would hold; functions and rows are put into `inputs`.
+    """The tree of the configuration: what the configuration file of the same run would hold. Functions and rows are
+    added to `inputs`.
 
     Args:
-        config: a file whose keys are the base of all others.
-        model: a name or folder, or the whole section `model`; None: it is in the file or the settings.
-        rewards: a list of functions, names and mappings; None likewise.
-        datasets: argument and key (`dataset`: data.path) -> what was given, or None.
-        settings: keys of the configuration, whole sections or dotted; the dotted are set last.
+        config: a file with settings; the other arguments replace those of the same keys.
+        model: a name or folder, or the whole section `model`; None: the file or the settings have it.
+        rewards: a list of functions, names and mappings; None: the file or the settings have them.
+        datasets: name of an argument (`dataset`, `eval_dataset`) -> the dataset that was given, or None.
+        settings: keys of the configuration, whole sections or dotted; dotted keys are set last.
 
     Raises:
-        InputError: one line for each mistake.
+        InputError: the text has a line for each mistake.
     """
     if config is not None and not isinstance(config, str | os.PathLike):
         raise InputError(
@@ -211,7 +216,7 @@ def tree_of(
         _forget_own_data(tree, _by_key(datasets))
         own = tree.get("model")
         if model is not None and isinstance(own, dict) and own.get("path") != model:
-            own.pop("revision", None)  # which says nothing of another model
+            own.pop("revision", None)  # a revision belongs to the file's model and not to the one given
         dotted = {key: value for key, value in settings.items() if "." in key}
         _check_once(model, datasets, dotted)
         _assign(tree, {key: value for key, value in settings.items() if key not in dotted}, inputs)
@@ -246,12 +251,12 @@ def _assign(tree: dict[str, Any], settings: Mapping[str, Any], inputs: Inputs) -
 
 
 def _unread(value: Any, where: str) -> str:
-    """Of a key that there is not, such as one of TRL's arguments, the name is what is wrong, whatever the value."""
+    """Stands for a value that no file can hold, of an unknown key: the error is then about the key."""
     return type(value).__name__
 
 
 def checked(tree: Mapping[str, Any]) -> RunConfig:
-    """The settings of the run. Raises InputError with the sentences of the command line."""
+    """The validated configuration. Raises InputError with the sentences of the command line."""
     try:
         return load.validated(tree)
     except WrongInput as error:
@@ -259,8 +264,8 @@ def checked(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def _forget_own_data(tree: Mapping[str, Any], given: Collection[str]) -> None:
-    """Takes from a file's tree what it says of the problems in whose place others are given: how to read them, and its
-    held-out ones, which are of another source than these."""
+    """Removes from a file's tree, if a dataset is given in place of the file's, the settings of how to read the file's
+    data, and its held-out problems, which come from another source. given: the keys that are given."""
     data = tree.get("data")
     if not given or not isinstance(data, dict):
         return
@@ -278,7 +283,7 @@ def _by_key(datasets: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _model(model: Any) -> tuple[str, Any]:
-    """The key that it is, and its value."""
+    """The key that the argument `model` sets (`model` or `model.path`), and its value."""
     if isinstance(model, Mapping):
         return "model", plain(model, "model", _no_model)
     if not isinstance(model, str | os.PathLike):
@@ -294,7 +299,7 @@ def _no_model(model: Any, where: str) -> Any:
 
 
 def _rewards(rewards: Any) -> list[Any]:
-    """Each function or name as the mapping that a file has."""
+    """The rewards, each as a mapping like that of a configuration file."""
     if not isinstance(rewards, list | tuple):
         raise InputError(f"rewards: must be a list, got {type(rewards).__name__}; write rewards=[...]")
     return [one if isinstance(one, Mapping) else {"use": one} for one in rewards]

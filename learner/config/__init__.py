@@ -1,4 +1,4 @@
-"""What a run is asked to do: settings, the rules between them, and all of it as one RunConfig."""
+"""The configuration of a run: its settings, the rules between them, and RunConfig, which holds and checks both."""
 
 from learner.config.run import RunConfig, generator_roles, learner_roles, reward_roles, roles
 from learner.config.settings import GuardConfig, ModelConfig

@@ -1,7 +1,8 @@
-"""How the roles of a run lie on its hardware: what memory.layout names, a class each.
+"""How the roles of a run lie on its hardware: a class for each value of memory.layout.
 
-An arrangement has the rules between its settings, and its part of the memory plan: what the planner may choose from,
-and what it leaves to the learner. What the driver does otherwise for it is in learner.driver.arrangement.
+An arrangement holds the rules between its settings, and its part of the memory plan: the layouts that the planner may
+choose from, and the memory that the generators keep from the learner. learner.driver.arrangement has what the driver
+does for it.
 """
 
 from __future__ import annotations
@@ -20,45 +21,45 @@ GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
 
 
 class Arrangement:
-    """`auto`: cards of their own where they are asked for, else one card, awake or in turns, by the memory plan."""
+    """An arrangement of the roles; by itself that of `auto`: each role has a card of its own if `cluster.gpus` says so;
+    else the memory plan chooses whether the generators of a shared card stay awake or alternate with the learner."""
 
     name: ClassVar[str] = "auto"
     rules: ClassVar[tuple[Rule, ...]] = ()
-    one_base: ClassVar[bool] = False  # the learner maps the generator's base
-    one_learner: ClassVar[bool] = False  # there may be no further ranks
-    in_turns: ClassVar[bool] = False  # the generators sleep while the learner trains
-    in_shards: ClassVar[bool] = False  # the learner's ranks divide the model
+    one_base: ClassVar[bool] = False  # whether the learner maps the generator's base
+    one_learner: ClassVar[bool] = False  # whether the learner must be a single process
+    in_turns: ClassVar[bool] = False  # whether the generators sleep while the learner trains
+    in_shards: ClassVar[bool] = False  # whether the learner's ranks divide the model
 
     def layouts(self, config: Settings) -> tuple[Layout, ...]:
-        """Those that the planner may choose from, the preferred first."""
+        """The layouts that the planner may choose from, the preferred first."""
         if config.cluster.gpus.own_cards:
             return ("separate",)
         return ("slices", "alternating") if config.cluster.gpus.one_card and config.max_staleness == 0 else ("slices",)
 
     def shards(self, config: Settings) -> int:
-        """Ranks over which the learner's model is divided."""
+        """Number of ranks over which the learner's model is divided."""
         return 1
 
     def undoes(self, config: Settings) -> bool:
-        """Whether the ranks keep what a step began with, so that one which is lost is replaced, and the step taken
-        again."""
+        """Whether the ranks keep the state before each step, so that a lost rank is replaced and the step repeated."""
         return config.cluster.learners > 1
 
     def planned(self, layout: Layout) -> Arrangement:
-        """What it is once the plan has chosen."""
+        """The arrangement once the memory plan has chosen this layout."""
         return ARRANGEMENTS[layout]
 
     def beside(self, found: Plan) -> int:
-        """Bytes of the card that the generators have while the learner trains."""
+        """Bytes of the card that the generators occupy while the learner trains."""
         return 0
 
     def room(self, found: Plan) -> int:
-        """Bytes of the card that a generator waits for as it is replaced: the learner may still have them."""
+        """Bytes of the card that must be free before a generator is replaced: the learner may still hold its base."""
         return 0
 
 
 class _Chosen(Arrangement):
-    """One that the user names: the plan leaves it."""
+    """An arrangement of one layout, which the user has named: the memory plan does not change it."""
 
     layout: ClassVar[Layout]
 
@@ -70,7 +71,7 @@ class _Chosen(Arrangement):
 
 
 class Separate(_Chosen):
-    """A card for each role."""
+    """Each role has a card of its own."""
 
     name, layout = "separate", "separate"
     rules = (
@@ -83,7 +84,7 @@ class Separate(_Chosen):
 
 
 class Slices(_Chosen):
-    """Both roles on one card, or on a CPU, all the time."""
+    """Both roles are on one card, or on a CPU, and keep their memory all the time."""
 
     name, layout = "slices", "slices"
     rules = (
@@ -99,7 +100,7 @@ class Slices(_Chosen):
 
 
 class Alternating(_Chosen):
-    """Both roles on one card; the generators sleep while the learner trains."""
+    """Both roles are on one card; the generators sleep while the learner trains."""
 
     name, layout = "alternating", "alternating"
     one_learner = in_turns = True
@@ -129,7 +130,7 @@ def _one_pair(config: Settings) -> bool:
 
 
 class Shared(Slices):
-    """One copy of the base: the generator owns it, the learner maps it."""
+    """Both roles are on one card, or on a CPU, with one base, which the generator owns and the learner maps."""
 
     name = "shared"
     one_base = one_learner = True
@@ -150,7 +151,7 @@ class Shared(Slices):
 
 
 class Sharded(Arrangement):
-    """The learner's ranks divide the model among them; generators lie as the cards say."""
+    """The learner's ranks divide the model among them. `cluster.gpus` decides where the generators are."""
 
     name = "sharded"
     in_shards = True

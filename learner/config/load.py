@@ -1,4 +1,5 @@
-"""YAML + dotted overrides -> RunConfig; every error at once, each with field, rule, value and the nearest key."""
+"""Reads a run's configuration: a YAML file and dotted overrides become a RunConfig. All mistakes are reported at once,
+each with field, rule, value and next step. Also translates keys of earlier versions, and makes paths absolute."""
 
 import copy
 import difflib
@@ -28,18 +29,18 @@ from rollout.data.model_files import commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.host import NAMES, PATHS
 
-TRL_FILE = Path(__file__).with_name("trl_places.json")  # made from the page by tests/trl_places.py
+TRL_FILE = Path(__file__).with_name("trl_places.json")  # tests/trl_places.py makes it from docs/trl.md
 
 
 def place_of(argument: str) -> str | None:
-    """Where an argument of GRPOTrainer or GRPOConfig has its place here; None for any other word."""
+    """What docs/trl.md says about an argument of TRL's GRPOTrainer or GRPOConfig; None for any other word."""
     places: dict[str, str] = json.loads(TRL_FILE.read_text(encoding="utf-8"))
     return places.get(argument)
 
 
-# What docs/trl.md says of PEFT's fields and of names in other programs, for the errors that meet them.
+# What docs/trl.md says about PEFT's fields and about settings of other programs, for errors about such keys.
 
-PEFT_FILE = Path(__file__).with_name("other_names.json")  # made from the page by tests/trl_places.py
+PEFT_FILE = Path(__file__).with_name("other_names.json")  # tests/trl_places.py makes it from docs/trl.md
 NOT_HERE = "not here: "
 
 
@@ -50,18 +51,18 @@ def _places() -> dict[str, dict[str, str]]:
 
 
 def of_peft(field: str) -> str | None:
-    """Where a field of PEFT's LoraConfig has its place, or `not here: ` and why; None for any other word."""
+    """The counterpart of a field of PEFT's LoraConfig, or `not here: ` and the reason; None for any other word."""
     return _places()["peft"].get(field)
 
 
 def why_not(field: str) -> str | None:
-    """Why there is nothing for a field of PEFT's LoraConfig; None for one that has a place, and any other word."""
+    """The reason why a field of PEFT's LoraConfig has no counterpart; None if it has one, and for any other word."""
     place = of_peft(field) or ""
     return place.removeprefix(NOT_HERE) if place.startswith(NOT_HERE) else None
 
 
 def of_others(name: str) -> str | None:
-    """Where a setting has its place that other programs call so; None for any other word."""
+    """The setting that corresponds to this name in other programs; None for any other word."""
     return _places()["others"].get(name)
 
 
@@ -73,39 +74,43 @@ __all__ = [
 OVERSAMPLE = (
     "running ahead gives more where completions differ in length; set max_staleness=1 and rollout.in_flight=continue"
 )
-# Keys that other programs have, and why there is none here.
+# Key of other programs -> why gleaner has no such key.
 NONE_HERE = {"oversample": OVERSAMPLE}
 
-# Keys of earlier versions. Who writes one is told where it went; what a run folder has recorded is translated.
+# Keys of earlier versions. A user who writes one gets an error with today's key; in a run folder it is translated.
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A key that earlier versions had. now: where it went, and why; value: (key, value) of today that an old value
-    stands for, or None where it stands for what is done anyway."""
+    """A key of earlier versions that has moved or is gone.
+
+    key: the dotted key. now: clause that says where the key went. value: old value -> today's (key, value), or None
+    where the old value means what is done anyway. settled: whether a recorded value was computed by a plan, so that it
+    is not translated.
+    """
 
     key: str
     now: str
     value: Callable[[Any], tuple[str, Any] | None] = lambda _: None
-    settled: bool = False  # what a run recorded of it is what a plan had made of it
+    settled: bool = False
 
     def sentence(self, given: Any) -> str:
-        """Field, rule, next step, value."""
+        """The error's text: field, rule, next step, value."""
         try:
             found = self.value(given)
-        except (TypeError, ValueError):  # it was no value of the old key either
+        except (TypeError, ValueError):  # the value was not valid for the old key either
             return f"{self.key}: {self.now} (got {_shown(given)})"
         mend = "leave it out" if found is None else f"write {found[0]}={_as_written(found[1])}"
         return f"{self.key}: {self.now}; {mend} (got {_shown(given)})"
 
 
 def _same(key: str, old: Any = None) -> Callable[[Any], tuple[str, Any] | None]:
-    """The same value, of another key; of the old default nothing."""
+    """A Moved.value that gives the same value to another key, and None for the old default."""
     return lambda given: None if given == old else (key, given)
 
 
 def _patience(seconds: float) -> Callable[[Any], tuple[str, Any] | None]:
-    """The factor that makes that many seconds of the default."""
+    """A Moved.value that makes an old deadline the factor cluster.patience. seconds: the deadline's default."""
     return lambda given: ("cluster.patience", round(given / seconds, 3))
 
 
@@ -148,8 +153,8 @@ MOVED = (
 
 
 def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run folder has recorded, with the keys of today. Of several that have become one the largest
-    number counts: nothing is cut shorter than it was."""
+    """The settings that a run folder has recorded, with today's keys. Where several old keys have become one, the
+    largest number counts, so that no deadline or limit gets smaller."""
     found = copy.deepcopy(dict(tree))
     for moved in MOVED:
         *above, key = moved.key.split(".")
@@ -173,21 +178,20 @@ def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at(tree: Any, key: str) -> Any:
-    """The value of a dotted key, of "" the whole tree; None where there is none."""
+    """The value of a dotted key, or None; the whole tree for the key ""."""
     for part in filter(None, key.split(".")):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def recorded(given: object) -> RunConfig:
-    """The configuration that a run folder or checkpoint has recorded, also one of before keys were renamed. Raises
-    WrongInput."""
+    """The configuration that a run folder or checkpoint has recorded, perhaps with old keys. Raises WrongInput."""
     if not isinstance(given, dict):
         raise WrongInput(f"config: must be a mapping, got {type(given).__name__}")
     return validated(since_moved(given))
 
 
-# Of keys that one would rather give one value.
+# Section that a user may have given a single value -> an example of how to write its keys.
 EXAMPLES = {
     "cluster.gpus": "cluster.gpus={generator: 0.5, learner: 0.5}, both roles on one card",
     "cluster.cpus": "cluster.cpus={generator: 1, learner: 1}",
@@ -195,17 +199,17 @@ EXAMPLES = {
     "data": "data.path=FILE",
     "learner.loss": "learner.loss.kind=grpo",
 }
-OPTIONS = ("--config", "--dry-run", "--verbose", "--assume-gpus", "--keys")  # of what starts a run
-MOST_LEFT_OUT = 20  # wrong settings without which the others are looked at
-INDEX = re.compile(r"\.[0-9]+(?=\.)")  # into a list
-SHOWN = 80  # characters of a wrong value that are worth showing
+OPTIONS = ("--config", "--dry-run", "--verbose", "--assume-gpus", "--keys")  # options of `gleaner train`
+MOST_LEFT_OUT = 20  # most rounds of leaving out wrong settings to check the others
+INDEX = re.compile(r"\.[0-9]+(?=\.)")  # an index into a list, in a dotted key
+SHOWN = 80  # most characters of a wrong value that an error shows
 
 
 def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The validated configuration of a file (or none) with `a.b=value` overrides on top.
+    """The validated configuration of a file, or of no file, with `a.b=value` overrides on top. An item of a list is
+    named by its index: rewards.0.weight=2.
 
-    A file that stands in a run folder is what that run has recorded: its keys may be those of an earlier version.
-    Raises WrongInput. List items are reached by index: rewards.0.weight=2.
+    A file in a run folder was recorded by that run, so its keys may be those of an earlier version. Raises WrongInput.
     """
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
         raise WrongInput(_no_setting(max(other, key=lambda word: word.startswith("-"))))
@@ -235,7 +239,7 @@ def _no_setting(word: str) -> str:
 
 
 def _texts() -> set[str]:
-    """The keys that take text alone, or null."""
+    """The keys whose value is text or null."""
     return {key.name for key in keys() if _is_text_or_null(key.model.model_fields[key.field].annotation)}
 
 
@@ -248,13 +252,14 @@ def _is_text_or_null(annotation: Any) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it is neither nothing nor in quotes: 2024 and {question} are values elsewhere."""
+    """Whether the value of a text key is taken as it stands (2024 and {question} are then text, too), and not parsed as
+    YAML, as null and quoted text are."""
     text = text.strip()
     return text not in ("", "~", "null", "Null", "NULL") and not text.startswith(("'", '"'))
 
 
 def validated(tree: Mapping[str, Any]) -> RunConfig:
-    """The configuration of plain values, as YAML gives them. Raises WrongInput."""
+    """The validated configuration of a tree of plain values, as YAML gives it. Raises WrongInput."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -262,16 +267,15 @@ def validated(tree: Mapping[str, Any]) -> RunConfig:
 
 
 class WrongSettings(WrongInput):
-    """Settings that may not be as they are; of the others learner.main then tells what is wrong. tree: all that were
-    given."""
+    """Settings are wrong. tree: all settings that were given, so that the others can be checked as well."""
 
     def __init__(self, text: str, tree: Mapping[str, Any]) -> None:
         super().__init__(text)
         self.tree = tree
 
     def others(self) -> tuple[RunConfig, frozenset[str]] | None:
-        """A configuration without the wrong settings, none of whose rules between settings are looked at, and the
-        sections that nothing was left out of. None where what is left is none."""
+        """A configuration without the wrong settings, in which rules between settings are not checked, and the names of
+        the sections from which nothing was left out. None if no configuration is left."""
         tree, touched = copy.deepcopy(dict(self.tree)), set[str]()
         for _ in range(MOST_LEFT_OUT):
             try:
@@ -289,7 +293,7 @@ class WrongSettings(WrongInput):
 
 
 def _leave_out(tree: Any, place: Sequence[int | str]) -> None:
-    """What stands at a place, where there is anything; of what is in a list the whole list."""
+    """Removes the value at `place` from the tree, if there is one; for a place inside a list, the whole list."""
     for part in place[:-1]:
         inner = tree[part] if isinstance(tree, dict) and part in tree else None
         if not isinstance(inner, dict):
@@ -302,12 +306,12 @@ def _leave_out(tree: Any, place: Sequence[int | str]) -> None:
 
 
 def assign(tree: Any, whole: str, value: Any) -> None:
-    """Sets a dotted key in a tree of mappings and lists; makes mappings that are not there. Raises WrongInput."""
+    """Sets a dotted key in a tree of mappings and lists. Missing mappings are made. Raises WrongInput."""
     keys = whole.split(".")
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, list):
             index = _index(tree, key, whole)
-            if keys[0] == "rewards" and isinstance(tree[index], str):  # short for its `use`
+            if keys[0] == "rewards" and isinstance(tree[index], str):  # a reward may be written as its `use` alone
                 tree[index] = {"use": tree[index]}
             tree = tree[index]
         elif isinstance(tree, dict):
@@ -329,12 +333,13 @@ def _index(items: list[Any], key: str, whole: str) -> int:
 
 
 def sentences(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
-    """One line for each mistake: field, rule, value, next step."""
+    """A line for each mistake: field, rule, value, next step. root: the model that was validated."""
     return [line for mistake in _whole(error.errors(), root) for line in _sentences(mistake, root)]
 
 
 def _whole(mistakes: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[Mapping[str, Any]]:
-    """One mistake of each value: pydantic has one for each form that a key may have, with that form in its place."""
+    """The mistakes, one for each value. For a key with several forms (a union), pydantic reports a mistake for each
+    form; they are joined."""
     found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for number, mistake in enumerate(mistakes):
         if (place := _of_several_forms(mistake["loc"], root)) is None:
@@ -348,7 +353,7 @@ def _whole(mistakes: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list
 
 
 def _of_several_forms(location: Sequence[Any], root: type[BaseModel]) -> tuple[Any, ...] | None:
-    """The key in this location that may have several forms, or None."""
+    """The part of the location down to a key that may have several forms, or None."""
     model: Any = root
     for depth, part in enumerate(location[:-1]):
         fields = getattr(model, "model_fields", {})
@@ -363,7 +368,7 @@ def _of_several_forms(location: Sequence[Any], root: type[BaseModel]) -> tuple[A
 
 
 def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
-    """Of one pydantic error; rules between settings (learner.config.run) come as whole sentences, a line each."""
+    """The lines for one mistake. Broken rules between settings (learner.config.run) are sentences already."""
     if not mistake["loc"] and mistake["type"] == "value_error":
         return str(mistake["msg"]).removeprefix("Value error, ").splitlines()
     if mistake["type"] == "extra_forbidden" and (moved := list(_moved(mistake["loc"], mistake["input"]))):
@@ -372,7 +377,7 @@ def _sentences(mistake: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
 
 
 def _moved(location: Sequence[Any], given: Any) -> Iterator[str]:
-    """What is said of a key that has moved, or of all those in a section that has."""
+    """A sentence for the key at this location if it has moved, or for each key in it that has."""
     where = ".".join(map(str, location))
     for moved in MOVED:
         if moved.key == where:
@@ -384,7 +389,7 @@ def _moved(location: Sequence[Any], given: Any) -> Iterator[str]:
 
 
 def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
-    """One pydantic error as: field: rule (got value); next step."""
+    """One mistake as `field: rule (got value)`."""
     where = ".".join(str(part) for part in error["loc"]) or "config"
     if error["type"] == "extra_forbidden":
         return f"{where}: {_unknown(error, root)}"
@@ -393,13 +398,13 @@ def _sentence(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{where}: required, but not given"
     message = " ".join(error["msg"].removeprefix("Value error, ").split())
-    if "got" in message or isinstance(error["input"], dict):  # a rule between keys names their values itself
+    if "got" in message or isinstance(error["input"], dict):  # such a message has the values already
         return f"{where}: {message}"
     return f"{where}: {message} (got {_shown(error['input'])})"
 
 
 def _unknown(error: Mapping[str, Any], root: type[BaseModel]) -> str:
-    """What is said of a key that there is not: where it has its place, or the nearest one."""
+    """The text about an unknown key: the setting that corresponds to it, or the nearest key."""
     *above, key = map(str, error["loc"])
     if (why := NONE_HERE.get(key)) is not None:
         return f"there is no such key: {why} (got {_shown(error['input'])})"
@@ -418,21 +423,21 @@ def _unknown(error: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 
 def _group(error: Mapping[str, Any], root: type[BaseModel]) -> str:
-    """What is said of one value in the place of several keys."""
+    """The text about a section that was given a single value."""
     where, known = ".".join(map(str, error["loc"])), _keys_at(root, error["loc"])
     like = EXAMPLES.get(where) or f"{where}.{known[0]}=..."
     return f"must be given key by key ({', '.join(known)}); write for example {like}"
 
 
 def _shown(value: Any) -> str:
-    """`value` in at most SHOWN characters and one line, however large it is, and without secrets."""
+    """The value on one line of at most SHOWN characters, without secrets."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = SHOWN
     return brief.repr(masked(value))[:SHOWN]
 
 
 def _keys_at(root: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    """The keys that the model at this location below `root` knows."""
+    """The keys of the model at this location below `root`."""
     model: Any = root
     for part in location:
         if isinstance(part, int):
@@ -445,17 +450,17 @@ def _keys_at(root: type[BaseModel], location: Sequence[Any]) -> list[str]:
 
 
 class Key(NamedTuple):
-    """One key of the configuration as a user meets it."""
+    """A key of the configuration, as a user writes it."""
 
     name: str  # dotted; <i> stands for an index into a list
-    default: str  # as a file or the command line has it
-    choices: str  # words that it takes, or ''
-    model: type[BaseModel]  # of which it is the field
+    default: str  # as it is written in a file or on the command line
+    choices: str  # the words that the key takes, or ''
+    model: type[BaseModel]  # the model that has the field
     field: str
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """Every key, in the order of the models."""
+    """Every key below a model, in the order of its fields. prefix: what their names begin with."""
     for name, field in model.model_fields.items():
         inner = next((a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)), None)
         if inner is not None:
@@ -467,7 +472,7 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
 
 
 def describe() -> str:
-    """Every key with its choices and default, one a line, for --help."""
+    """A line for each key, with its default and choices, for --keys."""
     return "\n".join(f"  {key.name} = {key.default}" + (f"  ({key.choices})" if key.choices else "") for key in keys())
 
 
@@ -475,7 +480,7 @@ PLURAL = {int: "a number", float: "a number", str: "text", list: "a list"}
 
 
 def _choices(annotation: Any) -> str:
-    """`a | b` where a key takes one of some words or numbers; `a | b | a number` where it takes other values too."""
+    """`a | b` for a key that takes some words or numbers, `a | b | a number` if it takes other values too, else ''."""
     if get_origin(annotation) is Literal:
         return " | ".join(map(str, get_args(annotation)))
     if get_origin(annotation) not in (Union, UnionType):
@@ -487,7 +492,7 @@ def _choices(annotation: Any) -> str:
 
 
 def _as_written(default: Any) -> str:
-    """A default as a file or the command line has it."""
+    """A value as it is written in a file or on the command line."""
     return default if isinstance(default, str) else json.dumps(default)
 
 
@@ -496,20 +501,19 @@ def _is_model(annotation: Any) -> bool:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration, complete, loadable again: free arguments keep their types, which JSON would change
-    (dates, keys that are numbers)."""
+    """The complete configuration as YAML, which load_config reads again. Values in free arguments keep their types;
+    JSON would change dates and keys that are numbers."""
     return dump(config.model_dump())
 
 
-# Paths of a configuration made absolute: the processes of the run have working directories of their own, and who reads
-# the configuration in the run folder may stand elsewhere. And model.revision becomes a commit: what a branch or tag
-# stands for may be another one on another node, or by the time that a process is started again.
+# Paths and revisions of a configuration are fixed at the start. Paths become absolute, since the run's processes, and
+# readers of the configuration in the run folder, have other working directories. model.revision becomes a commit, since
+# a branch or tag may point to another one on another node, or when a process is started again.
 
 
 def absolute(config: RunConfig) -> RunConfig:
-    """The configuration with whole paths to the model, its adapters, the data, and the files of the user's functions,
-    where these exist here, and with the commit that model.revision stands for; what does not exist is left for the
-    check of that setting to say."""
+    """The configuration with absolute paths to the model, its adapters, the data and the files of the user's functions,
+    and with the commit of model.revision. A path that does not exist stays, and the check of its setting reports it."""
     model = config.model.model_copy(
         update={name: _absolute_if_there(getattr(config.model, name)) for name in ("path", "adapter", "reference")}
         | {"revision": _commit(config.model)}
@@ -538,7 +542,7 @@ def _commit(model: ModelConfig) -> str | None:
 
 
 def _environment(env: EnvConfig) -> dict[str, Any]:
-    """What names it, and those of its arguments that name code or paths."""
+    """`env.use` and `env.args`, with absolute paths where they name code or files."""
     use, args = str(env.use), dict(env.args)
     for name in args.keys() & {*NAMES.get(use, ())}:
         args[name] = _code(args[name])
@@ -548,7 +552,7 @@ def _environment(env: EnvConfig) -> dict[str, Any]:
 
 
 def _code(given: Any) -> Any:
-    """A name of code, or several in a list or mapping."""
+    """A name of code, or a list or mapping of such names, with absolute paths."""
     if isinstance(given, list | tuple):
         return [_code(one) for one in given]
     if isinstance(given, dict):
@@ -557,8 +561,7 @@ def _code(given: Any) -> Any:
 
 
 def _function(use: str) -> str:
-    """`path/file.py:function`, or of a pickled one, and `adapter:folder` with the whole path; any other name as it
-    is."""
+    """`file.py:function`, a pickled function's file, or `adapter:folder` with an absolute path; other names stay."""
     if use.startswith(ADAPTER):
         return f"{ADAPTER}{_absolute_if_there(use.removeprefix(ADAPTER))}"
     file, colon, function = use.rpartition(":")
@@ -566,7 +569,7 @@ def _function(use: str) -> str:
 
 
 def _arguments(reward: RewardConfig) -> dict[str, Any]:
-    """Those that name the model of a built-in function, with its whole path."""
+    """The arguments of a reward, with the absolute path of the model that a built-in function reads."""
     if classifier_of(reward) is None:
         return reward.args
     return {**reward.args, "model": _absolute_if_there(classifier_of(reward))}
@@ -578,5 +581,5 @@ def _absolute_if_there(text: str | None) -> str | None:
         if path is None or not path.exists():
             return text
         return str(path.resolve() if ".." in path.parts else path.absolute())
-    except (OSError, RuntimeError):  # of what is no path
+    except (OSError, RuntimeError):  # the text cannot be a path
         return text

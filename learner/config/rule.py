@@ -1,4 +1,4 @@
-"""One rule between settings: what it says, and when it is broken."""
+"""A rule between settings: what it says, and when a configuration breaks it. RULES in learner.config.run lists all."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A setting that needs others, or does not go with them."""
+    """A setting that needs certain values of other settings, or excludes them."""
 
-    setting: str  # as one writes it
-    rule: str  # and why
-    mend: str  # the next step
-    got: tuple[str, ...]  # the keys whose values decide
+    setting: str  # the setting as a user writes it
+    rule: str  # what it needs, and why
+    mend: str  # what the user does next
+    got: tuple[str, ...]  # the keys whose values decide; the error shows them
     broken: Callable[[Settings], bool]
 
     def sentence(self, config: Settings) -> str:
-        """Field, rule, next step, values."""
+        """The error's text: setting, rule, next step, and the values of the keys that decide."""
         values = ", ".join(f"{key}={_written(config, key)}" for key in self.got)
         return f"{self.setting} {self.rule}; {self.mend} (got {values})"
 

@@ -1,4 +1,4 @@
-"""RunConfig: settings that go together, and the processes that they ask for."""
+"""RunConfig: the settings of a run, checked against each other, and the processes that they ask for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rollout.config import OWN, DataConfig
 from rollout.data.model_files import is_hub_name, split
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
-# Which settings go together: one table, from which the errors and the table in docs/configuration.md are made.
+# The rules between settings. The errors and the table in docs/keys.md are made from them.
 #
-# What one setting alone may be stands at its field; what needs a model, data or machine is asked later
-# (learner.driver). Rows of how the roles lie on the hardware stand with each arrangement (learner.config.arrangement).
+# What a single setting may be is checked at its field; what depends on the model, the data or the machine is checked
+# later (learner.driver). The rules of how the roles lie on the hardware are in learner.config.arrangement.
 
 
 def broken_rules(config: Settings) -> list[str]:
@@ -31,13 +31,13 @@ WITH_TOOLS = ("tools", "trl_environment")
 
 
 def _turn_seconds(config: Settings) -> float:
-    """That the tool calls of a turn may take together; what is no number is refused where the environment is made."""
+    """Seconds that the tool calls of a turn may take together; 0 for what is no number, which is refused later."""
     given = config.env.args.get("turn_timeout_s", TURN_TIMEOUT_S)
     return float(given) if isinstance(given, int | float) else 0.0
 
 
 def _wants_environment(config: Settings) -> bool:
-    """Whether something is set that only an environment has."""
+    """Whether a setting is given that makes sense only with an environment."""
     data = config.data
     return OWN in (data.path, data.eval.path) or data.prompt is None or config.env != EnvConfig()
 
@@ -318,28 +318,28 @@ class RunConfig(Settings):
 
 
 def _each_alone(info: ValidationInfo) -> bool:
-    """Whether rules between settings are passed over, since some settings were left out (learner.config.load)."""
+    """Whether rules between settings are not checked, since wrong settings were left out (learner.config.load)."""
     return isinstance(info.context, dict) and info.context.get("rules") is False
 
 
 def roles(config: Settings) -> list[Role]:
-    """The processes of a run: its generators, those that only score, then the learner or its ranks."""
+    """The processes of a run: its generators, the processes that only score, then the learner or its ranks."""
     return [*generator_roles(config), *reward_roles(config), *learner_roles(config)]
 
 
 def generator_roles(config: Settings) -> list[Role]:
-    """Those that sample."""
+    """The generators of a run."""
     cpus, gpus = config.cluster.cpus.generator, config.cluster.gpus.generator
     return [Role(f"generator-{rank}", cpus, gpus) for rank in range(config.rollout.workers)]
 
 
 def reward_roles(config: Settings) -> list[Role]:
-    """Those that do nothing but score; none where that is done beside the generators."""
+    """The processes that do nothing but score; none where the reward processes belong to the generators."""
     asked = config.cluster.rewards
     return [Role(f"rewards-{i}", asked.cpus, asked.gpus, node=asked.node) for i in range(asked.processes)]
 
 
 def learner_roles(config: Settings) -> list[Role]:
-    """Those that learn; near each other, since ranks exchange gradients in every step."""
+    """The learner or its ranks, to be placed near each other, since ranks exchange gradients in every step."""
     cpus, gpus, count = config.cluster.cpus.learner, config.cluster.gpus.learner, config.cluster.learners
     return [Role("learner" if count == 1 else f"learner-{rank}", cpus, gpus, packed=True) for rank in range(count)]

@@ -163,7 +163,7 @@ class ModelConfig(Frozen):
     """The base model, its compute type, an adapter to start from, and what to stay close to."""
 
     path: str
-    """Hub name or folder of the base model; docs/models.md lists the architectures."""
+    """Hub name or folder of the base model; docs/model_tables.md lists the architectures."""
     revision: Annotated[str, AfterValidator(_revision)] | None = None
     """Branch, tag or commit of a hub model; null: the newest of its main branch. What it stands for as a run starts,
     config, tokenizer and weights of that commit, is what every process reads, and `config.yaml` then names the commit.

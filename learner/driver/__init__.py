@@ -1,1 +1,2 @@
-"""The driver's process: checks, wiring, the loop and what a run leaves behind. Imports no torch."""
+"""The driver's process: it checks a run's inputs, starts and connects the other processes, runs the training loop, and
+writes the run folder. It imports no torch."""

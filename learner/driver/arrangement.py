@@ -1,6 +1,8 @@
-"""What the driver does for each arrangement of learner.config.arrangement.
+"""What the driver does for each memory.layout (learner.config.arrangement): in which order the roles start, which of
+them has the card when, and what happens when a generator is replaced.
 
-Hooks say in which order the roles start, who has the card when, and what happens when a generator is replaced.
+Hooks is the default, where roles do not depend on each other. OneBase and InTurns are those of `shared` and
+`alternating`.
 """
 
 from __future__ import annotations
@@ -20,43 +22,45 @@ from rollout.types import Manifest
 
 
 class Turns:
-    """Whose turn the card is: of roles that never wait for each other, always everybody's."""
+    """Passes the card between learner and generators. This default does nothing: neither waits for the other."""
 
     @asynccontextmanager
     async def learner(self) -> AsyncIterator[None]:
-        """Inside this block the learner has the card to itself, where it is shared by turns."""
+        """Inside this block the learner has the card to itself, with memory.layout: alternating."""
         yield
 
     async def generators(self) -> None:
-        """The generators have the card from here on; where it is shared by turns, they were asleep."""
+        """Gives the card to the generators; with memory.layout: alternating this wakes them."""
 
 
 class Hooks:
-    """Of roles that do not touch each other: none has an effect."""
+    """What the driver does at certain points of a run: nothing, by these defaults for independent roles."""
 
-    together: bool = True  # on a CPU: generators and learner may start at the same time
+    together: bool = True  # on a CPU, generators and learner may start at the same time
 
     async def started(self, generator: Actor[RolloutService], deadlines: Deadlines) -> None:
-        """A generator has started, and the learner has not."""
+        """Called when a generator has started, before the learner starts."""
 
     async def base(self, generators: Sequence[Actor[RolloutService]], deadlines: Deadlines) -> Manifest | None:
-        """The base that the learner is to map; None where it loads one of its own."""
+        """How the learner maps the generator's base; None where the learner loads a base of its own."""
         return None
 
     def wired(self, trainer: Actor[TrainerService], producers: Sequence[Producer], deadlines: Deadlines) -> Turns:
-        """Called once all processes are there: says what is done as a generator is replaced, and whose turn it is."""
+        """Called once all processes have started. Sets what the producers do when a generator is replaced, and returns
+        the turns that the loop takes."""
         return Turns()
 
     def without_base_s(self, deadlines: Deadlines) -> float:
-        """Seconds that the learner may be without its base."""
+        """Seconds for which the learner may have no base to compute with."""
         return 0.0
 
 
-# memory.layout: shared. The one copy of the base belongs to the generator; the learner maps it.
+# memory.layout: shared. The generator owns the only copy of the base, and the learner maps it.
 
 
 class OneBase(Hooks):
-    """The generator starts first, and its base outlives no generator."""
+    """Hooks for memory.layout: shared. The generator starts first. Its base ends with its process, so when a lost
+    generator is replaced, the learner lets go of the old base and maps the new one."""
 
     together = False
 
@@ -69,7 +73,7 @@ class OneBase(Hooks):
         return Turns()
 
     def without_base_s(self, deadlines: Deadlines) -> float:
-        """Until a lost generator is replaced."""
+        """The seconds until a lost generator is replaced."""
         return deadlines.start
 
 
@@ -77,12 +81,13 @@ class OneBase(Hooks):
 async def replacing_owner(
     generator: Actor[RolloutService], trainer: Actor[TrainerService], deadlines: Deadlines
 ) -> AsyncIterator[None]:
-    """Inside of it a fresh generator is started in the place of a lost one.
+    """Inside this block the caller starts a fresh generator in the place of a lost one.
 
-    The learner lets the lost one's base go first, after its step, so that two bases never lie in memory at once; then
-    it takes the fresh one's. If none starts, the learner stays without.
+    Before it, the learner finishes its step and lets go of the lost generator's base, so that memory never holds two
+    bases; after it, the learner maps the fresh generator's base. If no generator starts, the learner has no base.
 
-    Raises LearnerError if it cannot take it; ActorDied or DeadlineExceeded if the fresh generator is lost as well.
+    Raises LearnerError if the learner cannot map the base; ActorDied or DeadlineExceeded if the fresh generator is lost
+    as well.
     """
     await trainer.call(TrainerService.detach_base, deadlines.step)
     yield
@@ -94,7 +99,7 @@ async def replacing_owner(
 
 
 class InTurns(Hooks):
-    """A generator sleeps as soon as it has started: the card is then free for the learner."""
+    """Hooks for memory.layout: alternating. A generator sleeps when it has started, so that the learner can start."""
 
     async def started(self, generator: Actor[RolloutService], deadlines: Deadlines) -> None:
         await generator.call(RolloutService.sleep, deadlines.start)
@@ -104,12 +109,13 @@ class InTurns(Hooks):
 
 
 class CardTurns(Turns):
-    """One card by turns."""
+    """Generators and learner have one card in turns: the generators sleep while the learner trains. A lost generator is
+    replaced only in the generators' turn."""
 
     def __init__(self, trainer: Actor[TrainerService], producers: Sequence[Producer], deadline_s: float) -> None:
         self._trainer, self._producers = trainer, producers
         self._deadline_s = deadline_s
-        self._theirs = asyncio.Event()  # the generators' turn, in which alone a lost one is replaced
+        self._theirs = asyncio.Event()  # set in the generators' turn
         self._theirs.set()
         for producer in producers:
             producer.worker.replacing = self._room
@@ -122,9 +128,9 @@ class CardTurns(Turns):
         await self.generators()
 
     async def generators(self) -> None:
-        """They are woken."""
+        """Has the learner free its cached memory, and wakes the generators."""
         await self._trainer.call(TrainerService.release_cache, self._deadline_s)
-        self._theirs.set()  # before they are woken: one that was lost meanwhile is started first
+        self._theirs.set()  # set before the generators are woken, so that a lost generator is replaced first
         await asyncio.gather(*(producer.wake() for producer in self._producers))
 
     async def _to_sleep(self) -> None:
@@ -135,7 +141,7 @@ class CardTurns(Turns):
             away = any(producer.away for producer in self._producers)
             if not away and lives == [producer.worker.restarts for producer in self._producers]:
                 return
-            self._theirs.set()  # one was lost since it slept: what takes its place is to sleep, too
+            self._theirs.set()  # a generator was lost since it slept: its replacement starts now, and is put to sleep
 
     @asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:
@@ -147,5 +153,5 @@ HOOKS: dict[str, Hooks] = {"shared": OneBase(), "alternating": InTurns()}
 
 
 def hooks_of(arrangement: Arrangement) -> Hooks:
-    """What the driver does for it."""
+    """The hooks of an arrangement."""
     return HOOKS.get(arrangement.name, Hooks())

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there: temporary folder, fsync, manifest of digests, rename.
+"""Commits checkpoints so that each is complete or does not exist, finds the newest, and publishes what users load.
 
-A SIGKILL in a plain save loop leaves an unreadable newest file almost every time, and one flipped bit loads without a
-word from torch and from safetensors. Hence: a checkpoint becomes visible by one rename, after everything in it is on
-the disk, and its manifest (written last) says what every file must be. There is no pointer to the newest one: the
-listing is the truth. One writer per folder (cluster.files).
+A SIGKILL in a plain save loop leaves an unreadable newest file almost every time, and torch and safetensors load a file
+with a flipped bit without an error. So a checkpoint is written into a temporary folder, and becomes visible by one
+rename after everything in it is on the disk; its manifest, written last, has the digest of every file. No file points
+to the newest checkpoint: the folder's listing says which it is. Only one process writes to a folder (cluster.files).
 """
 
 import asyncio
@@ -39,14 +39,14 @@ Count = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
 
 
 class Place(BaseModel):
-    """Arguments of Cursor.restore."""
+    """The place in the problem stream: the arguments of Cursor.restore."""
 
     low: Count
     done: list[Count]
 
 
 class Scored(BaseModel):
-    """What makes a learner.driver.evaluate.Evaluation."""
+    """An evaluation: the arguments of learner.driver.evaluate.Evaluation."""
 
     step: Count
     metrics: dict[str, float]
@@ -54,8 +54,12 @@ class Scored(BaseModel):
 
 
 class State(BaseModel):
-    """state.json: the step, the place in the stream of problems, the evaluations so far. total_steps, problems: that
-    the run was planned for, and of an epoch. None in a checkpoint of a version that did not record them."""
+    """The content of state.json.
+
+    step: number of steps taken. total_steps: number of steps that the run was planned for. problems: number of problems
+    in an epoch. cursor: the place in the problem stream. dropped_stale: number of groups dropped as too old.
+    evaluations: those so far. None: the version of gleaner that wrote the checkpoint did not record it.
+    """
 
     step: Count | None = None
     total_steps: Count | None = None
@@ -69,30 +73,31 @@ class State(BaseModel):
 async def commit(
     root: Path, step: int, keep: int, written: Mapping[str, Digest] | None = None, spared: int | None = None
 ) -> AsyncIterator[Path]:
-    """Write a checkpoint: `async with commit(root, step, keep) as folder: save into folder`.
+    """Commits a checkpoint: `async with commit(root, step, keep) as folder: save into folder`.
 
-    `written`, which may be filled until the block ends, is what another process says it wrote, by path in the folder:
-    where this process finds something else there, WrongInput is raised and nothing is committed.
+    When the block ends without an exception, the folder appears as `root/step-000012`; otherwise it is deleted. Then
+    all checkpoints are deleted but the `keep` newest whole ones and that of the step `spared`.
 
-    The folder appears as `root/step-000012` when the block ends without an exception, and not at all otherwise; then
-    all but the `keep` newest whole ones, and that of the step `spared`, are deleted.
+    written: path in the folder -> digest of what another process says it wrote there; may be filled until the block
+    ends. Where this process finds other content, it raises WrongInput and commits nothing.
 
-    Files are hashed and put on the disk in a thread, gigabytes of them in full mode: generators are served meanwhile.
+    A thread hashes the files, which are gigabytes in full mode, and puts them on the disk, so that the event loop
+    serves the generators meanwhile.
     """
     folder = await to_its_end(_begin, root, step)
     try:
         yield folder
         await to_its_end(_seal, folder, step, written or {})
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # what went wrong matters more; the next commit removes the rest
+        shutil.rmtree(folder, ignore_errors=True)  # the next commit deletes what cannot be deleted now
         raise
     await to_its_end(_name, folder, root / name_of(step))
     await to_its_end(_prune, root, step, keep, spared)
 
 
 async def to_its_end(work: Callable[..., T], *args: Any) -> T:
-    """The result of work(*args), done in a thread. A caller that is cancelled waits for it all the same: the next
-    commit must not find this one still writing."""
+    """The result of work(*args), which runs in a thread. A caller that is cancelled still waits for the thread, so that
+    the next commit never meets one that is still writing."""
     task = asyncio.create_task(asyncio.to_thread(work, *args))
     try:
         return await asyncio.shield(task)
@@ -102,9 +107,9 @@ async def to_its_end(work: Callable[..., T], *args: Any) -> T:
 
 
 def set_aside_after(root: Path, step: int) -> None:
-    """Of a run that goes on from a checkpoint of this step, or from the start (0): later ones are of a line of steps
-    that it leaves, and the next automatic resume would take them for the newest. To be called before the records of
-    those steps are deleted. The next commit or start deletes what is set aside."""
+    """Renames the checkpoints after this step, from which the run continues (0: from the start), so that the next
+    automatic resume does not take one of them for the newest. To be called before the records of those steps are
+    deleted. The next commit or start deletes the renamed folders."""
     later = [folder for folder in reversed(listing(root)) if step_of(folder) > step]
     for folder in later:
         log.warning("checkpoint %s is set aside: the run goes on from step %d", folder, step)
@@ -114,13 +119,13 @@ def set_aside_after(root: Path, step: int) -> None:
 
 
 def forget_leftovers(root: Path) -> None:
-    """Deletes what writers that were killed left, and what was set aside."""
+    """Deletes the folders that killed writers have left, and those that were set aside."""
     for leftover in root.glob(f"{TEMPORARY}*"):
         _delete(leftover)
 
 
 def _begin(root: Path, step: int) -> Path:
-    """A new temporary folder in `root`, the only one there."""
+    """Makes a new temporary folder in `root`, and deletes all others."""
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         forget_leftovers(root)
@@ -130,9 +135,9 @@ def _begin(root: Path, step: int) -> Path:
 
 
 def _name(folder: Path, final: Path) -> None:
-    """Makes the sealed folder a checkpoint."""
+    """Makes the sealed folder a checkpoint, by renaming it."""
     with writing(final):
-        if final.exists():  # one that did not verify: a rename cannot replace a full folder
+        if final.exists():  # a checkpoint that did not verify is moved away: a rename cannot replace a full folder
             final.rename(final.with_name(f"{TEMPORARY}replaced-{final.name}"))
         folder.rename(final)
     fsync(final.parent)
@@ -155,7 +160,7 @@ def step_of(folder: Path) -> int:
 
 
 def verify(folder: Path) -> str | None:
-    """None if every file is what the manifest says, else the first reason why the checkpoint is not whole."""
+    """None if every file is as the manifest says, else the first reason why the checkpoint is not whole."""
     try:
         step, files = _read(folder)
         for name, expected in sorted(files.items()):
@@ -172,12 +177,12 @@ def verify(folder: Path) -> str | None:
 
 
 def files_of(folder: Path) -> dict[str, Digest]:
-    """What the manifest of a whole checkpoint says of each of its files, by path in it."""
+    """Path in the checkpoint -> the file's digest, from the manifest of a whole checkpoint."""
     return _read(folder)[1]
 
 
 def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint (of a step below `before`), and the newer ones that were skipped, with the reason."""
+    """The newest whole checkpoint (below the step `before`, if given), and the reason for each newer one skipped."""
     skipped: list[str] = []
     for folder in reversed(listing(root)):
         if before is not None and step_of(folder) >= before:
@@ -190,10 +195,12 @@ def newest(root: Path, before: int | None = None) -> tuple[Path | None, list[str
 
 
 def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
-    """The setting `resume` -> checkpoint to continue from (None: from the start), and what was skipped, with reasons.
+    """The checkpoint that the setting `resume` means (None: start from the beginning), and a text for each checkpoint
+    that was skipped, with the reason.
 
-    `auto` is the newest whole one in `root`; a path is that checkpoint, or the newest whole one before it in its own
-    folder. Where there are checkpoints and none is whole, that is an error: a silent fresh start would throw work away.
+    `auto` means the newest whole checkpoint in `root`. A path means that checkpoint, or, if it is not whole, the newest
+    whole one before it in the same folder. Raises WrongInput where there are checkpoints and none is whole, since a
+    silent fresh start would throw work away.
     """
     if resume == "none":
         return None, []
@@ -204,7 +211,7 @@ def resolve(resume: str, root: Path) -> tuple[Path | None, list[str]]:
         return found, skipped
     try:
         asked = Path(resume).expanduser().absolute()
-    except RuntimeError as error:  # a user without a home folder
+    except RuntimeError as error:  # the user has no home folder
         raise WrongInput(
             f"resume: must be auto, none or the folder of a checkpoint, got {resume!r} ({error}); write its path out"
         ) from None
@@ -232,12 +239,12 @@ def _none_whole(root: Path, skipped: list[str]) -> str:
 
 
 def listing(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest first."""
+    """The folders of the committed checkpoints, oldest first."""
     return sorted((f for f in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", f.name)), key=step_of)
 
 
 def read_state(folder: Path) -> State:
-    """state.json of a checkpoint, which says where its run was. Raises WrongInput."""
+    """Reads state.json of a checkpoint. Raises WrongInput."""
     file = folder / STATE
     try:
         return State.model_validate(read_mapping(file))
@@ -257,16 +264,16 @@ def _read(folder: Path) -> tuple[int, dict[str, Digest]]:
     manifest = read_mapping(folder / MANIFEST)
     files = dict(manifest["files"])
     for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:  # what is published is named so, too
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:  # published files get these names too
             raise ValueError(f"it names {name[:80]!r}, which lies outside of the checkpoint")
     step = manifest["step"]
-    if type(step) is not int or step < 0:  # true is an int, too
+    if type(step) is not int or step < 0:  # isinstance would accept JSON's true
         raise ValueError(f"its step must be a whole number from 0, got {repr(step)[:80]}")
     return step, files
 
 
 def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
-    """Put every file on the disk, then the manifest that describes them."""
+    """Puts every file on the disk, then the manifest with their digests."""
     with writing(folder):
         for file in folder.rglob("*"):
             if file.is_file():
@@ -278,11 +285,11 @@ def _seal(folder: Path, step: int, written: Mapping[str, Digest]) -> None:
         manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
     fsync(manifest)
     for directory, _, _ in os.walk(folder):
-        fsync(Path(directory))  # else the names in it may not survive a power cut
+        fsync(Path(directory))  # without it the file names may not survive a power cut
 
 
 def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Digest]) -> None:
-    """Raises WrongInput unless what the learner wrote is what this process finds."""
+    """Raises WrongInput if this process finds other files than the learner wrote."""
     differing = [name for name, digest in written.items() if found.get(name) != digest]
     if differing:
         name = differing[0]
@@ -296,8 +303,8 @@ def _compare(folder: Path, found: Mapping[str, Digest], written: Mapping[str, Di
 
 
 def _prune(root: Path, step: int, keep: int, spared: int | None) -> None:
-    """Delete all but the `keep` newest whole checkpoints, and that of the step `spared`. step: of the one that has just
-    been committed."""
+    """Deletes all checkpoints but the `keep` newest whole ones and that of the step `spared`. step: that of the
+    checkpoint which has just been committed, which is not verified again."""
     kept = 0
     with writing(root):
         for folder in reversed(listing(root)):
@@ -306,46 +313,44 @@ def _prune(root: Path, step: int, keep: int, spared: int | None) -> None:
                 continue
             if step_of(folder) == spared:
                 continue
-            # Renamed first: a deletion cut short must not leave half a checkpoint under a checkpoint's name.
+            # The folder is renamed first, so that a deletion cut short leaves no half checkpoint under this name.
             _delete(folder.rename(root / f"{TEMPORARY}pruned-{folder.name}"))
         for replaced in root.glob(f"{TEMPORARY}replaced-*"):
             _delete(replaced)
 
 
 def _delete(path: Path) -> None:
-    """A folder, or a file that somebody left here."""
+    """Deletes a folder, or a file that somebody has put here."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
 
 
-# runs/<name>/adapter (or model/, of a full fine-tune): what users load, always a copy out of a committed checkpoint.
+# Publishing: users load runs/<name>/adapter (model/ after full fine-tuning), a copy from a committed checkpoint.
 #
-# A checkpoint holds the files in the form in which they are published, so a folder that is missing or behind, because
-# the run was killed between the two, is made good at the next start without a learner. Files are replaced one by one,
-# each by one rename: who reads the folder finds an adapter in it at any moment. Within a run only the weights change,
-# which are one file (and one in vllm/), so the folder never mixes two policies.
+# A checkpoint holds the files in the form in which they are published. So if the run is killed between a commit and its
+# publication, the next start publishes without a learner. Files are replaced one by one, each by one rename, so a
+# reader of the folder finds an adapter in it at any moment. Within a run only the weights change, which are one file
+# (and one in vllm/), so the folder never mixes two policies.
 
-ADAPTER = "adapter"  # folder of a run; a whole model is in MODEL
-TRAINER = "trainer"  # the learner's part of a checkpoint
+ADAPTER = "adapter"  # folder of a run with the published adapter; a whole model is in MODEL
+TRAINER = "trainer"  # folder of a checkpoint with the learner's part
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, f"{VLLM_FOLDER}/{CONFIG_FILE}", f"{VLLM_FOLDER}/{WEIGHTS_FILE}")
 PARTIAL = ".partial-"
 
 
 def learned_in(run_dir: Path) -> Path | None:
-    """The folder with what the run has learned, an adapter or after full fine-tuning a model; None before its first
+    """The folder with the run's published adapter, or its model after full fine-tuning; None before its first
     checkpoint."""
     return next((folder for name in (MODEL, ADAPTER) if (folder := run_dir / name).is_dir()), None)
 
 
 def publish(folder: Path, run_dir: Path, *, whole_model: bool) -> Path | None:
-    """Makes the published folder equal to what the committed checkpoint holds for it: an adapter, or a whole model.
-    Costs a read of the published folder where it is equal already.
+    """Copies a committed checkpoint's adapter, or its whole model, to the published folder, where files are missing or
+    different. Reads the published folder to compare.
 
-    Returns the published folder if anything was missing or different in it, else None.
-
-    Raises OSError, with the path in it, if it cannot be written.
+    Returns the published folder if anything was copied, else None. Raises OSError, which names the path.
     """
     files = files_of(folder)
     if whole_model:
@@ -379,5 +384,5 @@ def _replace(source: Path, target: Path) -> None:
         fsync(partial)
         os.replace(partial, target)
     except OSError:
-        partial.unlink(missing_ok=True)  # of a full disk it would take what is left
+        partial.unlink(missing_ok=True)  # on a full disk the partial copy would take the last free space
         raise

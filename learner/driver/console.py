@@ -1,4 +1,5 @@
-"""What a person sees of a run: a live table on a terminal, plain lines elsewhere, a summary at the end."""
+"""Prints what a person sees of a run: a live table on a terminal, plain lines elsewhere, and a summary at the end. Also
+counts where the run's time goes, and what its reward functions print."""
 
 import json
 import os
@@ -24,15 +25,15 @@ from learner.driver.evaluate import Evaluation
 from learner.driver.metrics import function_means
 from rewards.limits import NAME
 
-# Text of a model's or an environment's, for a terminal.
+# Text from a model or an environment, made safe for a terminal.
 
-# Categories of Unicode: control, format (among them the marks that turn text around), lone halves of a pair, private,
-# separators of lines and paragraphs.
+# Categories of Unicode characters: control, format (among them the marks that reverse text), lone surrogates, private
+# use, and separators of lines and paragraphs.
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def escaped(text: str) -> str:
-    """The text with each character that a terminal would obey, or not show, as its escape; line feeds stay."""
+    """The text with an escape in place of each character that a terminal would obey or not show, except line feeds."""
     if text.isprintable():
         return text
     return "".join(c if c == "\n" or unicodedata.category(c) not in HIDDEN else _escape(c) for c in text)
@@ -42,25 +43,25 @@ def _escape(character: str) -> str:
     return ascii(character)[1:-1]
 
 
-# What reward functions of a run have printed, for its console: the first lines once, and how many there are.
+# What the reward functions of a run print: the console shows the first lines once, and the number of lines at the end.
 
-SHOWN, LONGEST = 3, 100  # lines, and characters of each
+SHOWN, LONGEST = 3, 100  # number of lines that are shown, and characters of each
 MOST_LINES = (
     64 * 2**20
-)  # bytes that the file may have; a function that prints each completion fills a disk in a long run
+)  # most bytes of the file; a function that prints each completion would fill a disk in a long run
 
 
 class RewardOutput:
-    """folder: of the run, whose earlier starts may have left lines in the file."""
+    """Watches the file of a run's folder into which reward functions print. Lines of earlier starts do not count."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / NAME
         self._begin = self._file.stat().st_size if self._file.is_file() else 0
         self._said, self._cut = False, False
-        self._left_out = 0  # lines
+        self._left_out = 0  # number of lines that were cut off
 
     def first(self) -> str:
-        """What is to be said once they print; '' where that is said, or there is nothing yet."""
+        """A line for the user with the first lines that they print; '' before there are any, and at later calls."""
         if self._said or not (part := next(self._parts(), b"")):
             return ""
         self._said = True
@@ -68,8 +69,8 @@ class RewardOutput:
         return f"reward functions print, into {self._file}; its first lines: {escaped(' | '.join(shown))}"
 
     def bound(self) -> str:
-        """Cuts the file off behind its first MOST bytes, as often as it is asked; what is to be said at the first time.
-        What functions print in that moment may be neither there nor counted: they write to its end by themselves."""
+        """Cuts the file off after its first MOST_LINES bytes. Returns a line for the user at the first cut, else ''.
+        What reward functions print at that moment may be lost and not counted: they append to the file themselves."""
         try:
             if not self._file.is_file() or self._file.stat().st_size <= MOST_LINES:
                 return ""
@@ -77,7 +78,7 @@ class RewardOutput:
                 file.seek(MOST_LINES)
                 self._left_out += sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
                 file.truncate(MOST_LINES)
-        except OSError:  # as of _parts
+        except OSError:  # as in _parts
             return ""
         said, self._cut = self._cut, True
         size = f"{MOST_LINES // 2**20} MiB"
@@ -86,29 +87,30 @@ class RewardOutput:
         )
 
     def total(self) -> str:
-        """What is to be said at the end of a run."""
+        """A line for the user at the end of a run, or '' if nothing was printed."""
         count = self._left_out + sum(part.count(b"\n") for part in self._parts())
         cut = f", of which {self._left_out} are left out" if self._left_out else ""
         return f"reward functions printed {count} lines, into {self._file}{cut}" if count else ""
 
     def _parts(self) -> Iterator[bytes]:
-        """What they have printed since this start."""
+        """The output since this start of the run, in blocks."""
         if not self._file.is_file():
             return
         try:
             with self._file.open("rb") as file:
                 file.seek(self._begin)
                 yield from iter(lambda: file.read(BLOCK), b"")
-        except OSError:  # somebody takes it away: what was printed is no reason to end a run
+        except OSError:  # the file was taken away, which is no reason to end a run
             return
 
 
-# Where the wall time of a run goes: each second is of one phase, so the phases add up to the whole.
+# Where the wall time of a run goes: each second is counted for one phase, so the phases add up to the whole.
 
 PHASES_FILE = "phases.jsonl"
-MOST = MIB  # bytes of it: a line for each start
+MOST = MIB  # most bytes of the file, which has a line for each start
 STARTING = ("preflight", "Ray", "processes")
-# Of what goes on at once, the first one counts: with max_staleness above 0, generation is what training waited for.
+# A second in which several of these phases run counts for the first of them. So with max_staleness above 0, generation
+# has only the seconds in which the learner did not train.
 PHASE_KINDS = {
     "evaluation": ("evaluate",),
     "checkpoints": ("checkpoint",),
@@ -119,20 +121,21 @@ PHASE_KINDS = {
 
 
 class Phases:
-    """seconds: of each phase so far. began: in seconds of time.perf_counter; without it, when this process did."""
+    """Counts the seconds of each phase. began: when counting starts, by time.perf_counter; None: when this process
+    started. seconds: phase -> seconds so far."""
 
     def __init__(self, began: float | None = None) -> None:
         self._began = self._counted = time.perf_counter() - age() if began is None else began
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def until_now(self, name: str) -> None:
-        """What has not been counted yet is of this phase."""
+        """Counts the seconds since the last call for this phase."""
         now = time.perf_counter()
         self.seconds[name] += now - self._counted
         self._counted = now
 
     def split(self, timeline: Timeline, name: str) -> None:
-        """What has not been counted yet is of what the timeline says; of that phase, where it says nothing."""
+        """Counts the seconds since the last call for the phases in the timeline, and the others for phase `name`."""
         now, known, spans = time.perf_counter(), 0.0, list[tuple[float, float]]()
         for phase, kinds in PHASE_KINDS.items():
             for kind in kinds:
@@ -144,19 +147,18 @@ class Phases:
 
     @property
     def wall(self) -> float:
-        """Seconds that have been counted, which is the sum of all phases."""
+        """Seconds counted so far: the sum of all phases."""
         return self._counted - self._began
 
     def record(self, run_dir: Path, resumed: bool) -> None:
-        """Writes a line to the run's folder; a resumed run has another for each time that it was started."""
+        """Writes a line to the run's folder. A resumed run adds one; a new run replaces the file."""
         line = {"at": round(time.time(), 3), "wall": self.wall, **self.seconds}
         with writing(run_dir / PHASES_FILE), (run_dir / PHASES_FILE).open("a" if resumed else "w") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def read_phases(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of a run's folder, oldest first. Without the file, none; one that is being written is left out. Raises
-    WrongInput."""
+    """The complete lines of the file, oldest first; empty without a file. Raises WrongInput."""
     try:
         text = read_bytes(run_dir / PHASES_FILE, MOST)
     except FileNotFoundError:
@@ -179,7 +181,7 @@ def _is_time(value: Any) -> bool:
 
 
 def sentence(seconds: Mapping[str, float]) -> str:
-    """Of each phase -> `65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
+    """A sentence like `65.4 s: start-up 15.2 (preflight 3.9, Ray 2.5, processes 8.8), evaluation 8.1, ...`."""
     starting = [seconds.get(name, 0.0) for name in STARTING]
     parts = ", ".join(f"{name} {spent:.1f}" for name, spent in zip(STARTING, starting, strict=True))
     others = [f"{name} {spent:.1f}" for name, spent in seconds.items() if name not in STARTING]
@@ -187,8 +189,8 @@ def sentence(seconds: Mapping[str, float]) -> str:
 
 
 def age() -> float:
-    """Seconds since this process began. Linux."""
-    ticks = float(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])  # since the machine's start
+    """Seconds since this process started; on Linux only."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])  # from boot to process start
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -204,21 +206,21 @@ COLUMNS = {
     "train s": ("time/train", "{:.2f}"),
     "push s": ("time/push", "{:.2f}"),
 }
-# Most policy/mismatch_k3 that is usual, by the coarsest type that a logprob goes through, where the policy that is
-# trained is the one that sampled (staleness 0): of SmolLM2-135M and of the demo.
+# Coarsest type that a logprob goes through -> largest usual policy/mismatch_k3 at staleness 0 (SmolLM2-135M, the demo).
 USUAL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "fp8": 1e-2}
-EXAMPLES = 3  # of completions, at the end
-ROWS = 12
-RECENT = 20  # steps whose median says how long those to come will take
-Sample = Mapping[str, Any]  # of Evaluation.samples
-COUNTED = "eval/unscored"  # an evaluation without it has counted none
+EXAMPLES = 3  # number of completions that the summary shows
+ROWS = 12  # number of steps in the table
+RECENT = 20  # number of newest steps whose median time predicts the time that is left
+Sample = Mapping[str, Any]  # an item of Evaluation.samples
+COUNTED = "eval/unscored"  # a count, which counts as 0 in an evaluation without this metric
 
 
 class Progress:
-    """Context manager; `step` and `note` print. On a terminal the last steps stay in place as a table, until it is
-    gone (learner.driver.process).
+    """Prints the progress of a run: a context manager, inside of which `step` and `note` print. On a terminal the last
+    steps are a live table. If the terminal vanishes (learner.driver.process), lines are printed from then on.
 
-    dtype: the coarsest that a logprob goes through (Settings.kv_dtype)."""
+    dtype: the coarsest type that a logprob goes through (Settings.kv_dtype).
+    """
 
     def __init__(self, total_steps: int, dtype: str, console: Console | None = None) -> None:
         self.total_steps, self._dtype = total_steps, dtype
@@ -227,7 +229,7 @@ class Progress:
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._status = "starting"
         self._live: Live | None = None
-        self._seconds: list[float] = []  # of each step
+        self._seconds: list[float] = []  # time of each step
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
@@ -241,15 +243,15 @@ class Progress:
             self._live = None
 
     def _still_live(self) -> bool:
-        """Whether there is a table. Where the terminal has gone, lines take its place."""
+        """Whether there is a table. Ends the table if the terminal has vanished."""
         if self._live is not None and not self.console.is_terminal:
             self.__exit__()
             self.console = Console(file=self.console.file)
-            self.console.line()  # behind the table, which is without one where there is no terminal
+            self.console.line()  # ends the table's last line, which rich leaves open without a terminal
         return self._live is not None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One finished step."""
+        """Prints the metrics of a finished step."""
         left = self._left(step, metrics)
         cells = [form.format(metrics[key]) if key in metrics else "" for key, form in COLUMNS.values()]
         means = function_means(metrics)
@@ -271,7 +273,7 @@ class Progress:
             self._show()
 
     def _usual(self, mismatch: float, staleness: float) -> str:
-        """What it is usually below: the first time that there is one, and where it is above."""
+        """A clause with the usual bound of the mismatch, for the first one and for each above the bound; else ''."""
         usual = USUAL.get(self._dtype)
         if usual is None or staleness > 0 or (self._told_usual and mismatch <= usual):
             return ""
@@ -279,14 +281,14 @@ class Progress:
         return f"k3, nats; usual in {self._dtype}: at most {usual:.0e}"
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
-        """How long the steps to come will take; nothing for step 0, an evaluation before the first."""
+        """A clause with the time that is left; '' for step 0, which is only an evaluation."""
         if "time/step" not in metrics:
             return ""
         self._seconds.append(metrics["time/step"])
         return f", {duration((self.total_steps - step) * median(self._seconds[-RECENT:]))} left"
 
     def note(self, text: str) -> None:
-        """A remark on a line of its own, above the table on a terminal, where it is the status, too."""
+        """Prints a line. On a terminal it goes above the table, and is also the status below it."""
         live = self._still_live()
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
         self._status = text
@@ -300,13 +302,13 @@ class Progress:
     def _picture(self) -> Group:
         table = Table("step", title="gleaner", title_justify="left")
         for name in COLUMNS:
-            table.add_column(name, min_width=len("1.0e-06") if name == "mismatch" else None)  # with its exponent
+            table.add_column(name, min_width=len("1.0e-06") if name == "mismatch" else None)  # room for an exponent
         for row in self._rows:
             table.add_row(*row)
         return Group(table, Text(self._status))
 
     def summary(self, evaluations: Sequence[Evaluation], run_dir: Path, phases: Phases, advice: Sequence[str]) -> None:
-        """Before and after: scores, some completions, where the time went, and where what was trained is."""
+        """Prints first and last held-out scores, completions, times, advice, and where the adapter or model is."""
         if evaluations:
             first, last = evaluations[0], evaluations[-1]
             self.console.print(_before_after(first, last))
@@ -319,9 +321,9 @@ class Progress:
         self.console.print(f"metrics  {run_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
 
     def _examples(self, first: Sequence[Sample], last: Sequence[Sample]) -> None:
-        """Completions that have changed, those whose reward has first. last: nothing where a run was stopped before its
-        second evaluation."""
-        pairs = list(zip(first, last, strict=False))  # eval.size may have changed
+        """Prints completions that have changed, first those with another reward. last: empty without a second
+        evaluation."""
+        pairs = list(zip(first, last, strict=False))  # their numbers differ if eval.size was changed
         changed = [(old, new) for old, new in pairs if old["completion"] != new["completion"]]
         changed.sort(key=lambda pair: pair[0]["reward"] == pair[1]["reward"])
         for old, new in changed[:EXAMPLES]:
@@ -338,7 +340,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3 h 05 min`."""
+    """The seconds as `40 s`, `12 min` or `3 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -346,7 +348,7 @@ def duration(seconds: float) -> str:
 
 
 def _before_after(first: Evaluation, last: Evaluation) -> Table:
-    """What an evaluation does not have is a dash; a run stopped before its second one has one column."""
+    """A table of the metrics of both evaluations, or of one if they are the same. A missing metric is a dash."""
     both = last is not first
     table = Table("held-out", f"step {first.step}", *([f"step {last.step}", "change"] if both else []), title="summary")
     for key in sorted({*first.metrics, *last.metrics}):

@@ -1,5 +1,7 @@
-"""What scores completions outside the reward processes: greedy ones of held-out problems, through the workers and
-reward functions of the training, and reward models on the policy's base.
+"""Evaluates the policy on held-out problems, and scores training groups with reward models.
+
+An evaluation generates with the generators of the training and scores with its reward functions. Reward models lie on
+the policy's base, so the learner computes their scores.
 """
 
 import asyncio
@@ -28,36 +30,37 @@ from rollout.schema import Problem, asked_of, failed, parts_of, whole, with_part
 from rollout.scorer import alongside
 from rollout.types import Sampling
 
-# Many problems through several generators: in calls of some problems each, which whoever is free takes.
+# Many problems through several generators: they are divided into calls, and the generator that is free takes the next.
 
-LARGEST = 16  # problems of a call; a call costs about as much as the problem in it
-SHARES = 4  # calls of each generator, at least, so that the last one does not leave the others idle for long
-AHEAD = 2  # times what a generator runs at once: so much it is asked for at once, that it has the next ones
+LARGEST = 16  # most problems in a call; a call costs about as much as a short completion
+SHARES = 4  # least number of calls for each generator, so that the last call does not leave the others idle for long
+AHEAD = 2  # a generator is asked for so many times the groups that it runs at once, so that it never waits for a call
 
 
 class Asks(Protocol):
-    """What generates groups: a Producer."""
+    """What `generate` needs of a generator; rollout.producer.Producer is one."""
 
     async def requests(
         self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
         lost: Callable[[], None],
     ) -> pa.Table | None:  # fmt: skip
-        """The groups of the problems, in their order; None if the process was lost meanwhile (`lost` is called then; it
-        is alive again when this returns)."""
+        """The groups of the problems, in their order. If the process is lost meanwhile, `lost` is called at once, and
+        None is returned when a fresh process is ready."""
 
     @property
     def away(self) -> bool:
-        """Whether its process is being replaced."""
+        """Whether the generator's process is being replaced."""
 
     async def present(self) -> None:
-        """Waits until it is not away."""
+        """Waits until the generator's process is not being replaced."""
 
 
 class Calls(NamedTuple):
-    """How problems are asked for.
+    """How problems are divided into calls.
 
-    size: problems of a call, at most. at_once: calls under way of each generator. rounds: how many groups a group waits
-    for, one after the other, with itself, at most: the deadline of a call is that of so many groups.
+    size: most problems in a call. at_once: number of calls that each generator has at once. rounds: how many times a
+    generator may have to run as many groups as it can before a call is answered; the call's deadline is that of a group
+    times `rounds`.
     """
 
     size: int
@@ -66,13 +69,13 @@ class Calls(NamedTuple):
 
 
 def calls_of(problems: int, generators: int, running: int) -> Calls:
-    """running: groups that a generator runs at once."""
+    """The division of so many problems into calls. running: number of groups that a generator runs at once."""
     size = max(1, min(LARGEST, running, problems // (SHARES * generators)))
     return Calls(size, AHEAD * running // size, min(AHEAD, ceil(problems / running)))
 
 
 def groups_at_once(config: RunConfig, size: int) -> int:
-    """How many groups of so many completions a generator runs at once."""
+    """Number of groups that a generator runs at once. size: completions per group."""
     sequences = config.rollout.sequences
     return max((sequences if config.env.use is None else min(sequences, config.trajectories)) // size, 1)
 
@@ -85,10 +88,11 @@ async def generate(
     attempt: int = 0,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[pa.Table]:
-    """The groups of all problems, in their order, in tables of one or more. A call whose process is lost is made again
-    at once, by whoever is free first.
+    """The groups of all problems, in their order, in tables of one or more groups. If a generator is lost, the next
+    generator that is free repeats its call.
 
-    sampling: how the group of the i-th is sampled, all of one size. done: told of so many more that are there.
+    sampling: index of a problem -> how its group is sampled; all groups have the same size. done: called with the
+    number of problems whose groups have just arrived.
     """
     calls = calls_of(len(problems), len(asked), groups_at_once(config, sampling(0).n))
     starts = range(0, len(problems), calls.size)
@@ -101,7 +105,7 @@ async def generate(
         while True:
             await one.present()
             start = await waiting.get()
-            if one.away:  # lost while this lane waited: the call is another generator's
+            if one.away:  # the generator was lost while this lane waited, so another one takes the call
                 waiting.put_nowait(start)
                 continue
             mine = problems[start : start + calls.size]
@@ -115,8 +119,8 @@ async def generate(
         return [await answers[start] for start in starts]
 
 
-NUM_SAMPLES = 16  # that are kept, of which a run shows some that changed
-ACCURACY = "accuracy"  # eval/accuracy is the held-out score
+NUM_SAMPLES = 16  # completions that an evaluation keeps; the end of a run shows some that changed
+ACCURACY = "accuracy"
 ACCURACY_METRIC = f"eval/{ACCURACY}"
 
 
@@ -126,20 +130,22 @@ class Evaluation:
 
     step: int
     metrics: dict[str, float]
-    samples: list[dict[str, Any]]  # prompt, completion, reward
+    samples: list[dict[str, Any]]  # each with the keys prompt, completion and reward
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `Evaluation(**d)` is the inverse."""
+        """The evaluation as values for JSON; `Evaluation(**d)` is the inverse."""
         return asdict(self)
 
 
 def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, environment: bool = False) -> str | None:
-    """The name of the reward function that counts as accuracy: the configured one, else one called `accuracy`, else
-    that of the largest weight; None, where only an environment gives rewards: their sum. Reward models are not asked.
-    An environment's own rewards are known once it gives them.
+    """The name of the reward that counts as accuracy: the configured `name`, else a reward function called `accuracy`,
+    else the reward function with the largest weight. None where only an environment gives rewards: their sum counts.
+    Reward models never count.
 
-    Raises ValueError where there is none of that name, or where eval/accuracy, which is also the mean of a function
-    called `accuracy`, would be that of another.
+    environment: whether `name` may be a reward of an environment, whose names are known only once it gives them.
+
+    Raises ValueError if no reward function has the configured name, or if another one than that called `accuracy` is
+    configured: eval/accuracy is also the mean of the function of that name.
     """
     functions = functions_of(rewards)
     names = resolved_names(functions)
@@ -162,7 +168,7 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
 
 
 class HeldOut:
-    """The held-out problems, and the evaluations of the run so far."""
+    """Evaluates the policy on the held-out problems, and keeps the evaluations of the run so far."""
 
     def __init__(
         self, producers: Sequence[Asks], problems: Sequence[Problem], config: RunConfig, timeline: Timeline
@@ -171,23 +177,23 @@ class HeldOut:
         self.evaluations: list[Evaluation] = []
 
     def evaluated(self, step: int) -> bool:
-        """Whether the policy of this step has been, in this run or before the checkpoint that it goes on from."""
+        """Whether the policy of this step was evaluated, in this process or before the run was resumed."""
         return any(evaluation.step == step for evaluation in self.evaluations)
 
     @property
     def best(self) -> Evaluation | None:
-        """Of the highest accuracy, the first of several."""
+        """The evaluation with the highest accuracy; of equal ones the first."""
         known = [one for one in self.evaluations if ACCURACY_METRIC in one.metrics]
         return max(known, key=lambda one: one.metrics[ACCURACY_METRIC], default=None)
 
     @property
     def spared(self) -> int | None:
-        """The step whose checkpoint checkpoint.best keeps; None without it."""
+        """The step whose checkpoint is kept by checkpoint.best; None without that setting."""
         best = self.best if self._config.checkpoint.best else None
         return None if best is None else best.step
 
     def kept(self) -> str | None:
-        """A line about the checkpoint that checkpoint.best keeps, else None."""
+        """A line for the user about the checkpoint that checkpoint.best keeps; None without that setting."""
         if not self._config.checkpoint.best or (best := self.best) is None:
             return None
         highest = f"{ACCURACY_METRIC} {best.metrics[ACCURACY_METRIC]:.4g}"
@@ -196,7 +202,7 @@ class HeldOut:
         return f"checkpoint.best: {highest} is that of step {best.step}: gleaner export RUN OUT --step {best.step}"
 
     def ends(self) -> str | None:
-        """Why the run ends by early_stop, else None."""
+        """The reason why early_stop ends the run now, else None."""
         stop, best = self._config.early_stop, self.best
         if best is None:
             return None
@@ -209,7 +215,7 @@ class HeldOut:
         return None
 
     async def score(self, step: int) -> dict[str, float]:
-        """The metrics of the policy that the generators have; none where nothing is held out or evaluated."""
+        """The metrics of the generators' policy; empty where no problems are held out, or with data.eval.every=0."""
         if not self._problems or self._config.data.eval.every == 0:
             return {}
         with self._timeline.span("evaluate", "loop", step=step):
@@ -218,7 +224,7 @@ class HeldOut:
 
 
 def sampled(config: RunConfig, n: int, seed: int) -> Sampling:
-    """n completions as the training samples them."""
+    """The sampling of n completions in training."""
     rollout = config.rollout
     return Sampling(
         n=n, max_tokens=rollout.max_completion_length, temperature=rollout.temperature, seed=seed,
@@ -227,13 +233,13 @@ def sampled(config: RunConfig, n: int, seed: int) -> Sampling:
 
 
 def greedy(config: RunConfig) -> Sampling:
-    """One completion, of the likeliest tokens."""
+    """The sampling of one completion that takes the likeliest token each time."""
     return Sampling(n=1, max_tokens=config.rollout.max_completion_length, temperature=0.0)
 
 
 async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], config: RunConfig, step: int) -> Evaluation:
-    """One greedy completion per problem. Where the reward function of accuracy fails, it counts as wrong; where it has
-    no score, it is left out of eval/accuracy and counted in eval/unscored."""
+    """Generates and scores one greedy completion per problem. If the accuracy's reward function fails on a completion,
+    it counts as wrong; if that gives no score, it is left out of eval/accuracy, and counted in eval/unscored."""
     rows = pa.concat_tables(await generate(producers, problems, config, lambda _: greedy(config)))
     metrics = env_metrics(rows)
     rows = whole(rows)
@@ -258,7 +264,8 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scores_of(rows: pa.Table, accuracy: str | None) -> list[float | None]:
-    """The reward that counts as accuracy, of each row; nan where the row failed, None where it has none."""
+    """The reward named `accuracy` of each row, or for None the sum of its rewards; nan where scoring failed, None where
+    the row has no such reward."""
     parts, lost = parts_of(rows), failed(rows).tolist()
     if accuracy is None:
         rewards = rows.column("reward").to_pylist()
@@ -269,15 +276,15 @@ def scores_of(rows: pa.Table, accuracy: str | None) -> list[float | None]:
     return [row.get(accuracy, math.nan if bad else None) for row, bad in zip(parts, lost, strict=True)]
 
 
-# Reward models on the policy's base (`rewards` with `use: adapter:<folder>`): checked before the start, and asked
-# before each update. The learner holds them, since it holds the base.
+# Reward models on the policy's base (`rewards` with `use: adapter:<folder>`). The learner holds them, since it holds
+# the base; they are checked before the start, and score each batch before the update.
 #
-# What they say goes into the rows as if a worker had scored them, before these go to disk and before the learner sees
-# them: all that is made of rewards knows nothing of reward models.
+# Their scores go into the rows as if a rollout worker had written them, before the rows are written to disk and trained
+# on. So no code that uses rewards needs to know of reward models.
 
 
 class RewardModels:
-    """Waits for: the learner. Does nothing without reward models."""
+    """Has the learner score groups with the reward models, and waits for it. Does nothing if there are none."""
 
     def __init__(
         self, rewards: Sequence[RewardConfig], trainer: Actor[TrainerService], deadline_s: float, timeline: Timeline
@@ -286,11 +293,11 @@ class RewardModels:
         self._deadline_s, self._timeline = deadline_s, timeline
 
     async def score(self, groups: Sequence[pa.Table], step: int) -> tuple[list[pa.Table], dict[str, float]]:
-        """The groups with a part of the reward from each model; and time/score, seconds, if there are any."""
+        """The groups, with each model's score added to their rewards; and time/score, in seconds, if a model scored."""
         if not self._models or not groups:
             return list(groups), {}
         started = time.perf_counter()
-        with self._timeline.span("train", "learner", step=step):  # the same card is busy, with the same rows
+        with self._timeline.span("train", "learner", step=step):  # counts as training: it keeps the same card busy
             said = await self._trainer.call(TrainerService.score, self._deadline_s, list(groups))
         scored, begin = [], 0
         for group in groups:
@@ -302,8 +309,8 @@ class RewardModels:
 
 
 def check_scored_adapters(config: RunConfig) -> None:
-    """Reward models, and the one that a value starts from. Raises WrongInput: one is not of the base,
-    has no scalar head, or is damaged."""
+    """Checks the adapters of reward models, and the one that the value model starts from. Raises WrongInput if one was
+    trained on another base, has no scalar head, or is damaged."""
     named = [(f"rewards: {model.name}", str(model.adapter)) for model in adapters_of(config.rewards)]
     if config.learner.value.start is not None:
         named.append(("learner.value.start", config.learner.value.start))

@@ -1,4 +1,5 @@
-"""How a run fails: what is wrong with its inputs, a learner that is lost, and what is said last, with the exit code."""
+"""How a run fails: Findings collects errors in its inputs, WatchedLearner notices a lost learner, and `tell` makes the
+last message and the exit code."""
 
 import asyncio
 import traceback
@@ -23,20 +24,20 @@ from cluster.files import FULL, WriteFailed, lacks
 from cluster.telemetry import FolderGone
 from learner.trainer.service import TrainerService
 
-# What is wrong with a run's inputs: independent checks, each of whose errors is kept, so that none hides another.
+# Errors in a run's inputs. The checks are independent, and the errors of all are collected, so that none hides another.
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
 class Findings:
-    """Collects what is wrong with inputs; any other error goes its way."""
+    """Collects the messages of WrongInput that checks raise. Other exceptions are not caught."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def of(self, check: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found | None:
-        """What a check returns; None where it found something wrong."""
+        """The result of check(*args, **kwargs); None if it raised WrongInput, whose lines are then kept."""
         try:
             return check(*args, **kwargs)
         except WrongInput as error:
@@ -44,30 +45,30 @@ class Findings:
             return None
 
     def finish(self) -> None:
-        """Raises WrongInput if anything was found."""
+        """Raises WrongInput with all lines, if there are any."""
         if self.lines:
             raise WrongInput("\n".join(self.lines))
 
 
-# The learner as the loop sees it: every call is watched, and a failure says that it was the learner's.
+# The learner as the loop sees it: every call is watched, and its failure is raised as a LearnerError.
 
-# Long calls, whose progress the learner reports (TrainerService.pulse); the others have only their deadline.
+# Long calls, in which the learner reports progress (TrainerService.pulse). The others must only answer in time.
 ADVANCES: tuple[Any, ...] = (TrainerService.step, TrainerService.score, TrainerService.rehearse)
-MOST_S = 15.0  # between two looks
+MOST_S = 15.0  # most seconds between two looks at the learner
 
 
 class LearnerError(RuntimeError):
-    """A call of the learner failed: its state is not to be trusted, so the loop does not save it."""
+    """A call of the learner failed. The learner's state is then not to be trusted, so no checkpoint of it is saved."""
 
 
 class LearnerLost(LearnerError):
-    """The learner's process died or hangs; learner.driver.launch starts another, which goes on from the last
-    checkpoint."""
+    """The learner's process died or hangs. A fresh process can continue from the last checkpoint."""
 
 
 @contextmanager
 def lost_as_it_starts() -> Iterator[None]:
-    """Inside this block a process of the learner that dies or hangs is the learner's loss; an error in one is not."""
+    """Inside this block, the death or hang of a process of the learner is raised as LearnerLost; an exception in its
+    constructor (StartFailed) is raised as it is."""
     try:
         yield
     except StartFailed:
@@ -77,8 +78,11 @@ def lost_as_it_starts() -> Iterator[None]:
 
 
 class WatchedLearner:
-    """An Actor around the learner's. silence_s: a process that does not answer for so long, or a step without progress
-    for so long, counts as hung (cluster.config.Deadlines)."""
+    """The learner's actor, with a watch over each call. It is itself an Actor.
+
+    silence_s: seconds after which a process without an answer, or a step without progress, counts as hung
+    (cluster.config.Deadlines).
+    """
 
     def __init__(self, actor: Actor[TrainerService], silence_s: float) -> None:
         self.actor, self._silence_s = actor, silence_s
@@ -92,7 +96,7 @@ class WatchedLearner:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """As Actor.call, but raises LearnerLost or LearnerError."""
+        """As Actor.call, but raises LearnerLost for ActorDied and DeadlineExceeded, LearnerError for RemoteError."""
         work = asyncio.ensure_future(self.actor.call(method, deadline_s, *args, **kwargs))
         watch = asyncio.ensure_future(self._watch(method))
         try:
@@ -108,7 +112,8 @@ class WatchedLearner:
             await asyncio.gather(work, watch, return_exceptions=True)
 
     async def _watch(self, method: Callable[..., Any]) -> NoReturn:
-        """Ends only by raising LearnerLost. A call that ends before the first look costs nothing."""
+        """Asks the learner for its pulse again and again; ends only by raising LearnerLost, if the learner hangs. A
+        call that ends before the first look costs nothing."""
         every = min(self._silence_s / 4, MOST_S)
         before: float | None = None
         answered = False
@@ -119,7 +124,7 @@ class WatchedLearner:
                     try:
                         pulse = await self.actor.call(TrainerService.pulse, every)
                     except (ActorDied, DeadlineExceeded):
-                        answered = False  # if it died, the call itself says so, and of what
+                        answered = False  # if the process died, the call that is watched raises the reason
                         continue
                     answered = True
                     if pulse != before or method not in ADVANCES:
@@ -138,13 +143,11 @@ GOES_ON = f"{AGAIN}: it goes on from the last checkpoint"
 
 
 class RunEnded(RuntimeError):
-    """Why a run ends before its last step, or a command on its way, where the sentence says all: `tell` and
-    learner.tools.reported print it without a traceback."""
+    """A run ends before its last step for a reason that the text states fully, so that no traceback is printed."""
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The exception of a group that tells most: the loss of the cluster, which causes others, else the first that
-    came."""
+    """The most telling exception in a group: the loss of the cluster, which causes other exceptions, else the first."""
     found = list(_leaves(error))
     return next((leaf for leaf in found if isinstance(leaf, ClusterLost)), found[0])
 
@@ -158,8 +161,8 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def sentence_of(error: BaseException, again: str = GOES_ON) -> str:
-    """Its first line; with the type, where that says more than a text which was not written to be read alone. again:
-    what is to be done once a disk is mended."""
+    """A sentence for the user: the first line of the error's text. Built-in exceptions, whose texts do not stand alone,
+    get their type in front. again: the next step for the user, after an error of the disk."""
     if isinstance(error, WriteFailed):
         return f"{error.sentence()}, and {again}"
     if _is_of_a_full_disk(error):
@@ -177,8 +180,8 @@ def _is_of_a_full_disk(error: BaseException) -> TypeGuard[OSError]:
 
 
 def tell(error: BaseException, again: str = GOES_ON) -> tuple[str, int]:
-    """All that is printed, with the traceback where it may say more, and the exit code: 2 if a process refused what the
-    configuration gave it, else 1. again: as of `sentence_of`."""
+    """The text to print when an error ends a command, with a traceback where the sentence may not say all; and the exit
+    code, which is 2 if a process refused what the configuration gave it, else 1. again: as in `sentence_of`."""
     told = isinstance(error, RunEnded | LearnerLost | ClusterLost | WriteFailed | FolderGone)
     told = told or _is_of_a_full_disk(error) or (isinstance(error, StartFailed) and error.says_all)
     story = "" if told else "".join(traceback.format_exception(error))

@@ -1,8 +1,9 @@
-"""What a run was made from, by content and not by path: its data, its reward functions, its loss, its base model.
+"""Takes fingerprints of a run's inputs, and checks with them that a run is resumed only from a checkpoint of the same
+run.
 
-A checkpoint keeps these beside the weights. The same path may hold other rows tomorrow, and a run resumed on them would
-train twice on some, never on others, and on what it holds out; while a submitted job's copy of its folder has another
-path each time and the same content.
+The inputs (data, reward functions, loss, base model, environment) are compared by content and not by path. The same
+path may hold other rows tomorrow, and a run resumed on them would train twice on some rows, never on others, and on
+some that it holds out. A submitted job's copy of its folder, however, has a new path each time and the same content.
 """
 
 import datetime
@@ -30,32 +31,33 @@ from rewards.loader import grader_version, own_imports, source_of
 from rollout.data.model_files import commit_of, split
 from rollout.env.host import code_of
 
-FILE = "inputs.json"  # in a checkpoint
-REVISION = "revision"  # the name of what stands for all files of a hub's model
-NOT_CACHED = "not in the cache"  # at the end of the revision of one that is still to be downloaded
+FILE = "inputs.json"  # file of a checkpoint that holds the fingerprints
+REVISION = "revision"  # part name under which a hub model's commit stands for all of its files
+NOT_CACHED = "not in the cache"  # end of the revision of a hub model that is still to be downloaded
 KINDS = (".safetensors", ".bin", ".json", ".txt", ".jinja", ".model")  # weights, configuration, tokenizer
-WHOLE_BYTES = 2**30  # a folder of up to so many is read whole
-LONGEST_NAME = 200  # letters that are shown
-BLOCKS, BLOCK_BYTES = 64, 2**20  # of a larger one's files: so many blocks of that size, evenly spread
+WHOLE_BYTES = 2**30  # a folder of at most so many bytes is read whole
+LONGEST_NAME = 200  # characters of a base model's name that are shown
+BLOCKS, BLOCK_BYTES = 64, 2**20  # blocks that are read, evenly spread, of each large file in a larger folder
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """Each: name of a part -> its digest, or another short text that changes with the content."""
+    """The fingerprints of a run's inputs. Each field maps the name of a part to its digest, or to another short text
+    that changes with the content."""
 
     data: Mapping[str, str]  # the rows that are trained on, in order
     rewards: Mapping[str, str]  # the file of each reward function, the files of each reward model
-    base: Mapping[str, str]  # files of the base model, of the adapter that the run stays close to, and the value's
-    loss: Mapping[str, str] = field(default_factory=dict)  # the file of the user's own surrogate, if it is one
-    env: Mapping[str, str] = field(default_factory=dict)  # that of the environment
+    base: Mapping[str, str]  # files of the base model, of the reference, and of the value model's start
+    loss: Mapping[str, str] = field(default_factory=dict)  # the file of learner.loss.ratio, if it is the user's own
+    env: Mapping[str, str] = field(default_factory=dict)  # the file of the environment
 
     def to_json(self) -> str:
-        """For `read`."""
+        """The fingerprints as JSON, which `read` reads."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def read(cls, file: Path) -> "Fingerprints":
-        """What `to_json` gave, out of a file. Raises FileNotFoundError and WrongInput."""
+        """The fingerprints in a file that `to_json` wrote. Raises FileNotFoundError and WrongInput."""
         found = read_mapping(file)
         parts = {one.name for one in fields(cls)}
         if not {"data", "rewards", "base"} <= found.keys() <= parts or not all(map(_is_part, found.values())):
@@ -63,12 +65,12 @@ class Fingerprints:
         return cls(**found | {part: _since_the_move(found[part]) for part in ("rewards", "env") if part in found})
 
 
-# Made by tests/moved_functions.py: digests of our own functions' files before these were moved -> those of today.
+# Made by tests/moved_functions.py: digest of a file of gleaner's own functions before it was moved -> its digest today.
 MOVED_FILE = Path(__file__).with_name("moved_functions.json")
 
 
 def _since_the_move(parts: Mapping[str, str]) -> dict[str, str]:
-    """What a run of before has recorded, as it would be recorded today."""
+    """The parts as a run of today would record them: files of gleaner that were moved have their present digests."""
     same: dict[str, str] = json.loads(MOVED_FILE.read_text(encoding="utf-8"))
     found = {}
     for name, content in parts.items():
@@ -85,11 +87,12 @@ def _is_part(value: Any) -> bool:
 
 
 def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fingerprints:
-    """Of a run that is about to start; `rows` are the columns of its training problems, in the order of their source.
+    """The fingerprints of a run that is about to start. rows: columns of its training problems, in the order of their
+    source.
 
-    Reads the base's files whole where they have 1 GiB together or less. Of more than that, files above 64 MiB count by
-    their size and 64 blocks of 1 MiB evenly spread, the first (a safetensors header) and the last included: a change
-    that leaves all of those alone is not seen.
+    The base model's files are read whole if together they have at most 1 GiB. In a larger folder, a file above 64 MiB
+    is represented by its size and 64 blocks of 1 MiB, evenly spread, the first (a safetensors header) and the last
+    included: a change outside of these blocks is not noticed.
     """
     base = content_of(config.model.source)
     if config.learner.loss.beta > 0:
@@ -109,7 +112,7 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     digest, count = hashlib.sha256(), 0
-    written = json.JSONEncoder(sort_keys=True, default=_plain).encode  # json.dumps makes one anew for each row
+    written = json.JSONEncoder(sort_keys=True, default=_plain).encode  # json.dumps would make an encoder for each row
     for row in rows:
         digest.update(written(row).encode() + b"\n")
         count += 1
@@ -117,7 +120,8 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _plain(value: object) -> str:
-    """What JSON has no form for. Of anything else than these the type alone counts: its repr may hold an address."""
+    """A text for a value that JSON cannot hold. Bytes and times count by their value, anything else only by its type,
+    since a repr may contain a memory address."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
@@ -136,8 +140,8 @@ def _rewards(rewards: Sequence[RewardConfig]) -> dict[str, str]:
 
 
 def _functions(uses: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Of (name, what `use` says): name of a function and of its file -> the content of that file, and likewise of the
-    user's own files that it imports; of a pickled function what it does."""
+    """Pairs of a function's name and its `use` -> fingerprints: the digest of the function's file, and of each of the
+    user's own files that it imports; for a pickled function a digest of what it does."""
     return {part: content for name, use in uses for part, content in _function(name, use)}
 
 
@@ -155,8 +159,8 @@ def _function(name: str, use: str) -> Iterator[tuple[str, str]]:
 
 
 def content_of(path: str) -> dict[str, str]:
-    """File of a model's or adapter's folder -> its digest; of a model of the hub its revision. Both of the folder that
-    a commit has in the hub's cache."""
+    """The fingerprints of a model or adapter: for a folder, the digest of each file; for a hub name, its commit; for a
+    commit's folder in the hub's cache, both."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return {REVISION: _revision(path)}
@@ -165,8 +169,8 @@ def content_of(path: str) -> dict[str, str]:
 
 
 def differing(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
-    """The parts that differ. Of a model whose commit both know, that alone counts; of one whose files both know, they
-    do."""
+    """The names of the parts that differ. Where both sides have a model's commit, only the commits are compared; else,
+    where both have digests of its files, only the digests."""
     found, ours, theirs = [], _by_model(new), _by_model(old)
     for prefix in dict.fromkeys([*theirs, *ours]):
         now, then = ours.get(prefix, {}), theirs.get(prefix, {})
@@ -180,7 +184,7 @@ def differing(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
 
 
 def _by_model(parts: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Files of several models are told apart by a word in front of them."""
+    """The parts by model: the words in front of a file's name (such as `reference`) -> file -> digest."""
     found: dict[str, dict[str, str]] = {}
     for name, digest in parts.items():
         prefix, space, file = name.rpartition(" ")
@@ -195,8 +199,9 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def same_base(one: str, other: str) -> bool | None:
-    """Whether two names are of one model: by the weights where both are folders here, else by name, where a folder of
-    the hub's cache is called as its model. None: the names differ, which says nothing for sure."""
+    """Whether two names mean the same base model. Two folders of this machine are compared by their weights. Otherwise
+    the names are compared, that of the model for a folder of the hub's cache; None if they differ, since two names may
+    still mean the same model."""
     here, there = _folder(one), _folder(other)
     if here is not None and there is not None:
         return here.samefile(there) or _weights(here) == _weights(there)
@@ -208,17 +213,17 @@ def _folder(path: str) -> Path | None:
     try:
         folder = Path(path).expanduser()
         return folder if folder.is_dir() else None
-    except (OSError, RuntimeError):  # what no folder is called: too long, or in the home of nobody
+    except (OSError, RuntimeError):  # the name is too long for a path, or in the home folder of an unknown user
         return None
 
 
 def base_name(base: str) -> str:
-    """The name of a base out of somebody else's file, as one line of a message may have it."""
+    """A base model's name from a file of unknown origin, made safe and short enough for a line of a message."""
     return " ".join(printable(base).split())[:LONGEST_NAME]
 
 
 def _weights(folder: Path) -> dict[str, str]:
-    """File of weights -> its digest."""
+    """The digests of a folder's safetensors files."""
     return {name: digest for name, digest in _digests(folder).items() if name.endswith(".safetensors")}
 
 
@@ -235,7 +240,7 @@ def _sampled(file: Path) -> str:
 
 
 def _revision(name: str) -> str:
-    """The commit of a model of the hub, which stands for its content: the name of its folder in the cache."""
+    """The commit of a hub model, which stands for its content. It is the name of the model's folder in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
     model, revision = split(name)
@@ -243,10 +248,10 @@ def _revision(name: str) -> str:
     return Path(config).parent.name if isinstance(config, str) else f"{name}, which is {NOT_CACHED}"
 
 
-# A run goes on only from a checkpoint of the same run: same settings, data, reward functions, loss and base model.
+# The check at a resume: settings, data, reward functions, loss and base model must be those of the checkpoint.
 #
-# What decides which numbers a run produces must be equal; processes and bytes are free to change. Paths do not count
-# where the content behind them is compared. What is to be different on purpose is named in resume_allow_changed.
+# Settings that decide which numbers a run produces must be equal; the number of processes and their memory may change.
+# Paths are not compared where their content is. A user names in resume_allow_changed what differs on purpose.
 
 DECIDING = ("seed", "max_staleness", "model", "data", "rewards", "env", "rollout", "learner")
 FREE = (
@@ -258,17 +263,17 @@ BY_CONTENT = (
     "model.path", "model.revision", "model.adapter", "model.reference", "learner.value.start",
     "data.path", "data.split", "data.args", "data.size",
 )  # fmt: skip
-# The saved weights and optimizer states are made for these.
+# The saved weights and optimizer states fit only these settings, so resume_allow_changed cannot name them.
 FIXED = ("model.dtype", "model.base", "learner.mode", "learner.algorithm", "learner.lora", "learner.optimizer.kind")
-RANKS = "cluster.learners"  # decides where the states that each saved are in blocks of its own weights
+RANKS = "cluster.learners"  # must be equal where each rank saves 8-bit states in blocks of its own weights
 CONTENTS = ("data", "rewards", "loss", "base", "env")
 # Settings that may name a file of the user's.
 FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio")
-SHOWN = 40  # letters of a value in a sentence
+SHOWN = 40  # characters of a value that a message shows
 
 
 def check_allowed(config: RunConfig) -> None:
-    """Raises WrongInput if resume_allow_changed names what does not exist, or what cannot change."""
+    """Raises WrongInput if resume_allow_changed names a setting that does not exist, or that cannot change."""
     known = [*CONTENTS, *_deciding(config, by_content=False)]
     for key in config.resume_allow_changed:
         if _within(key, FIXED):
@@ -286,12 +291,12 @@ def check_allowed(config: RunConfig) -> None:
 
 
 def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> list[str]:
-    """Compares a run that is about to start with the checkpoint that it would go on from.
+    """Compares a run that is about to start with the checkpoint that it would continue from.
 
-    Returns what is different and allowed to be, in words; empty if it is the same run.
+    Returns a text for each difference that resume_allow_changed allows.
 
     Raises:
-        WrongInput: anything else differs; all of it is named, settings with both values.
+        WrongInput: there are other differences; the message names all of them, settings with both values.
     """
     then, recorded = _read(folder)
     now, before = (_deciding(one, by_content=recorded is not None) for one in (config, then))
@@ -316,13 +321,13 @@ def check_same_run(config: RunConfig, inputs: Fingerprints, folder: Path) -> lis
 
 
 def _from(run_dir: Path) -> str:
-    """The setting that starts another run from what this one has learned."""
+    """The setting with which another run starts from this run's adapter or model."""
     learned = learned_in(run_dir) or run_dir / ADAPTER
     return f"model.{'path' if learned.name == MODEL else 'adapter'}={learned}"
 
 
 def config_of(folder: Path) -> RunConfig:
-    """The settings that a checkpoint was made with. Raises WrongInput."""
+    """The configuration of the run that made a checkpoint. Raises WrongInput."""
     try:
         found = read_json(folder / "config.json")
     except (WrongInput, FileNotFoundError) as error:
@@ -338,7 +343,7 @@ def config_of(folder: Path) -> RunConfig:
 
 
 def _read(folder: Path) -> tuple[RunConfig, Fingerprints | None]:
-    """Settings and inputs that a checkpoint was made with; no inputs in one of a version that did not record them."""
+    """The configuration and the fingerprints in a checkpoint; None for the latter if an old version wrote none."""
     then = config_of(folder)
     try:
         return then, Fingerprints.read(folder / FILE)
@@ -353,7 +358,8 @@ def _unreadable(error: Exception) -> str:
 
 
 def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
-    """Dotted key -> value of the settings that decide; by_content: without the paths whose content is compared."""
+    """Dotted key -> value, of the settings that decide a run's numbers; by_content: without paths to what is compared
+    by content."""
     values = config.model_dump(mode="json")
     left_out = [*FREE, *BY_CONTENT] if by_content else FREE
     found = {
@@ -366,14 +372,14 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
         found |= {key: Path(str(value)).name for key, value in found.items() if FUNCTIONS.fullmatch(key)}
     if config.learner.mode == "full" and config.learner.optimizer.kind == "adamw_8bit":
         found[RANKS] = config.cluster.learners
-    held_out = config.data.eval  # what is held out of the training data is not left to train on
-    split = held_out.split if by_content else None  # in the versions before, it was no source of its own
+    held_out = config.data.eval  # problems that are held out of the training data are missing from it
+    split = held_out.split if by_content else None  # versions without fingerprints had no held-out split of its own
     elsewhere = held_out.path is not None or split is not None
     return found | {"data.eval": 0 if elsewhere or held_out.every == 0 else held_out.size}
 
 
 def same_value(one: object, other: object) -> bool:
-    """As ==, but that nan, which free arguments may hold, is the same as nan."""
+    """Whether two values are equal, where nan, which a function's arguments may hold, equals nan."""
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (math.isnan(one) and math.isnan(other))
     if isinstance(one, list) and isinstance(other, list):
@@ -384,7 +390,7 @@ def same_value(one: object, other: object) -> bool:
 
 
 def leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Dotted keys down to what is no mapping, nor a list of mappings."""
+    """Pairs of dotted key and value, for each value below `key` that is neither a mapping nor a list of mappings."""
     if isinstance(value, Mapping) and value:
         parts: Any = value.items()
     elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -397,17 +403,17 @@ def leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _within(key: str, ones: Iterable[str]) -> bool:
-    """Whether the key is one of these or lies below one."""
+    """Whether the key is one of `ones` or lies below one of them."""
     return any(key == one or key.startswith(f"{one}.") for one in ones)
 
 
 def _hidden(key: str, before: object) -> bool:
-    """Whether it was stored without what is, or once looked like, a secret."""
+    """Whether the checkpoint has the value masked, since it is, or looked like, a secret."""
     return "args" in key.split(".") and isinstance(before, str) and MASK in before
 
 
 def _changed(key: str, now: object, before: object) -> str:
-    if "args" in key.split("."):  # may hold what must not be printed
+    if "args" in key.split("."):  # arguments may contain secrets, which must not be printed
         return key
     return f"{key} ({_short(before)}, now {_short(now)})"
 
@@ -418,7 +424,7 @@ def _short(value: object) -> str:
 
 
 def _contents(now: Fingerprints, before: Fingerprints) -> dict[str, str]:
-    """Which contents differ, and in which of their parts."""
+    """Name of each content that differs -> a text that lists the parts which differ."""
     found = {}
     for name in CONTENTS:
         new, old = getattr(now, name), getattr(before, name)

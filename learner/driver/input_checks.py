@@ -1,6 +1,7 @@
-"""What a start checks of a model, its chat template, an environment and the user's functions, before anything loads.
+"""The checks of the model, its chat template, the environment and the user's functions, which learner.driver.preflight
+makes before a run starts.
 
-What needs torch or vLLM is tried in a process of its own with a deadline: --dry-run itself loads neither.
+Checks that need torch or vLLM run in a process of their own with a deadline (Trial): --dry-run itself loads neither.
 """
 
 import asyncio
@@ -52,12 +53,15 @@ log = logging.getLogger("learner")
 
 
 class Trial:
-    """`python -m <module and kind>`, which reads a configuration as JSON and prints a list of what is wrong as its last
-    line."""
+    """A check in a process of its own, `python -m <module and kind>`. The process reads the configuration as JSON, and
+    prints a JSON list of mistakes as its last line.
+
+    module: module and kind. key: the setting that is checked. what: what that setting names, for messages.
+    """
 
     def __init__(self, module: str, config: RunConfig, key: str = "model.path", what: str = "model") -> None:
         self._module, self._deadline = module, config.cluster.deadlines.start
-        self._key, self._what = key, what  # setting that is tried, and what it names
+        self._key, self._what = key, what
         self._begin = time.monotonic()
         self._out, self._err = nameless(), nameless()
         with nameless(config.model_dump_json().encode()) as given:
@@ -67,8 +71,7 @@ class Trial:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Waits for the verdict, and passes notes on to the log. Raises WrongInput with one line for each thing
-        that is wrong."""
+        """Waits for the result, and logs the process's notes. Raises WrongInput with a line for each mistake."""
         if not self._program.within(max(self._deadline - (time.monotonic() - self._begin), 0.1)):
             self.close()
             raise WrongInput(
@@ -81,14 +84,14 @@ class Trial:
         except (IndexError, ValueError):
             last = next(reversed(err.strip().splitlines()), f"exit code {self._program.code()}")
             raise WrongInput(f"{self._key}: {self._module} could not try the {self._what}: {last[:300]}") from None
-        for line in err.splitlines():  # where libraries write, too
+        for line in err.splitlines():  # libraries write to standard error, too
             if line.startswith(NOTE):
                 log.warning(line.removeprefix(NOTE))
         if wrong:
             raise WrongInput("\n".join(" ".join(line.split()) for line in wrong))
 
     def close(self) -> None:
-        """Ends it, whatever it does, and what it has started; may be called after finish()."""
+        """Kills the process and all that it has started. May be called after finish()."""
         self._program.kill()
         self._program.code()
         self._out.close()
@@ -96,7 +99,7 @@ class Trial:
 
 
 def tried(module: str, config: RunConfig, key: str, what: str) -> None:
-    """One trial, from its begin to its end. Raises as Trial.finish."""
+    """Makes a Trial and waits for its result. Raises as Trial.finish."""
     trial = Trial(module, config, key, what)
     try:
         trial.finish()
@@ -104,23 +107,23 @@ def tried(module: str, config: RunConfig, key: str, what: str) -> None:
         trial.close()
 
 
-# Whether the model's chat template writes into a prompt what each of its messages says.
+# Whether the model's chat template writes the text of every message into the prompt.
 
-MARK = "said{}x"  # letters and digits, of which none is the beginning of another
+MARK = "said{}x"  # letters and digits; the x keeps a mark from being the beginning of another
 
 
 def check_data_prompts(config: RunConfig, chat: Chat, prompts: Iterable[Prompt]) -> None:
-    """Those of the data. An environment may begin with others, which `check_environment` tries."""
+    """`check_prompts` for the prompts of the data; with an environment `check_environment` checks its messages."""
     if config.env.use is None:
         check_prompts(chat, config.model.path, prompts)
 
 
 def check_prompts(chat: Chat, model: str, prompts: Iterable[Prompt]) -> None:
-    """Tries one conversation for each set of roles among the prompts. Raises WrongInput: a template that knows no role
-    system, such as Phi-3-mini's, leaves its messages out without a word."""
+    """Renders a conversation for each set of roles that occurs in the prompts. Raises WrongInput if the template leaves
+    out a message: a template that does not know the role system, such as Phi-3-mini's, omits it without an error."""
     tried = set()
     for prompt in prompts:
-        if isinstance(prompt, str):  # without a template all is written
+        if isinstance(prompt, str):  # without a template nothing is left out
             continue
         roles = frozenset(message["role"] for message in prompt if message["content"].strip())
         if roles in tried:
@@ -141,22 +144,22 @@ def check_prompts(chat: Chat, model: str, prompts: Iterable[Prompt]) -> None:
 
 
 def _left_out(chat: Chat, prompt: Messages) -> str | None:
-    """The role of the first message that is not in the text, if there is one."""
+    """The role of the first message that the rendered text leaves out, or None."""
     marks = [MARK.format(index) for index in range(len(prompt))]
     marked = [{**said, "content": f"{said['content']} {mark}"} for said, mark in zip(prompt, marks, strict=True)]
     try:
         text = chat.observations.render(marked)
-    except TemplateRefuses:  # the mark alone: the prompt itself was rendered
+    except TemplateRefuses:  # the template refuses only the mark, since the prompt itself was rendered before
         return None
     wanted = zip(prompt, marks, strict=True)
     return next((str(said["role"]) for said, mark in wanted if said["content"].strip() and mark not in text), None)
 
 
-# The checks of the user's own functions before anything expensive starts: the rewards and a surrogate loss.
+# The user's own functions: rewards and a surrogate loss.
 
 
 def check_accuracy(config: RunConfig) -> None:
-    """Whether data.eval.reward is one of the rewards."""
+    """Raises WrongInput if data.eval.reward is not one of the rewards."""
     try:
         accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
     except ValueError as error:
@@ -164,20 +167,20 @@ def check_accuracy(config: RunConfig) -> None:
 
 
 def check_loss(config: RunConfig) -> None:
-    """A surrogate of the user's, on a few tokens, in a process that has torch."""
+    """Tries a surrogate loss of the user's on a few tokens, in a process that imports torch. Raises WrongInput."""
     if config.learner.loss.own:
         tried(LOSS, config, "learner.loss.ratio", "loss")
 
 
 def check_grammar(config: RunConfig) -> None:
-    """Whether rollout.structured_outputs can be compiled for the model. Raises WrongInput."""
+    """Raises WrongInput if rollout.structured_outputs cannot be compiled for the model."""
     if config.rollout.structured_outputs.form:
         tried(GRAMMAR, config, "rollout.structured_outputs", "form")
 
 
 def check_uses(config: RunConfig) -> None:
-    """Whether there are the built-ins, and the files of functions, that rewards name: of one that cannot be tried yet.
-    Raises WrongInput with a line for each."""
+    """Checks that the built-ins and files that `rewards` names exist, where the functions cannot be tried yet. Raises
+    WrongInput with a line for each that does not."""
     wrong = []
     for reward in functions_of(config.rewards):
         place, colon, _ = reward.use.rpartition(":")
@@ -191,12 +194,12 @@ def check_uses(config: RunConfig) -> None:
 
 
 def dummies(prompt: Prompt, columns: Row, prefilled: str = "") -> Group:
-    """Two completions of a problem to try reward functions on. prefilled: the opening tag that its prompt ends in."""
+    """A group of two dummy completions, to try reward functions on. prefilled: opening tag at the end of the prompt."""
     return Group.of(prompt, ["", "0"], [[0], [0]], columns, prefilled)
 
 
 def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
-    """Each function once, in a worker process like those of the run. Lines about those that work. Raises WrongInput,
+    """Calls each reward function once, in a process like those of the run. Returns lines for the user. Raises
     WrongInput."""
     functions = functions_of(config.rewards)
     if not functions:
@@ -211,10 +214,11 @@ def try_functions(config: RunConfig, group: Group) -> tuple[str, ...]:
 def check_rewards(
     config: RunConfig, problem: Problem, prefilled: str, tried: tuple[str, ...] | None = None
 ) -> tuple[str, ...]:
-    """Lines about the functions, and about what their settings mean for this model. Raises as try_functions.
+    """Lines for the user about the reward functions, and about what their settings mean for this model. Raises as
+    try_functions.
 
-    prefilled: the opening tag that prompts end in, or "". tried: what try_functions said of a problem like this one;
-    None: they were not tried.
+    prefilled: the opening tag that prompts end in, or "". tried: the result of try_functions on a problem like this
+    one; None: try them now.
     """
     if tried is None:
         tried = try_functions(config, dummies(problem.messages, problem.columns, prefilled))
@@ -223,12 +227,13 @@ def check_rewards(
 
 
 def requests_notes(functions: Sequence[RewardConfig]) -> list[str]:
-    """What users should know of where requests of their functions go."""
+    """Lines for the user about environment variables that are kept from the reward functions, whose requests may then
+    go to another address (rewards.check.withheld_notes)."""
     return [note for i, reward in enumerate(functions) for note in withheld_notes(reward, f"rewards.{i}")]
 
 
 def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[str]:
-    """What users should know of a tag that prompts end in: completions begin inside of it."""
+    """Lines for the user about an opening tag that prompts end in: completions then begin inside of that tag."""
     if not prefilled or not functions:
         return []
     told = (
@@ -254,18 +259,19 @@ def prefilled_notes(functions: Sequence[RewardConfig], prefilled: str) -> list[s
     return notes
 
 
-# An environment tried once before a run: does it begin, and can the model's chat template carry its turns.
+# The environment: whether it begins, and whether the model's chat template can render its turns.
 
 
 class Tried(NamedTuple):
-    """notes: lines for the user. tools: tokens that the tools take in a prompt, beside the problem's own."""
+    """The result of a trial of the environment. notes: lines for the user. tools: number of tokens that the tools take
+    in a prompt, beside the problem's own."""
 
     notes: tuple[str, ...] = ()
     tools: int = 0
 
 
 def check_environment_column(config: RunConfig, rows: Iterable[Row]) -> None:
-    """Where the data names an environment class for each problem (trl_environment), whether there is that class. Raises
+    """Checks, where each row of the data names its environment class (trl_environment), that the class exists. Raises
     WrongInput."""
     factories = config.env.args.get("factory")
     if config.env.use != "trl_environment" or not isinstance(factories, Mapping):
@@ -280,7 +286,7 @@ def check_environment_column(config: RunConfig, rows: Iterable[Row]) -> None:
 
 
 def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
-    """Begins one environment on the first problem, in a process like those of the run, and ends it; then tries the chat
+    """Begins an environment on the problem, in a process like those of the run, and ends it. Then tries the chat
     template and the parser of tool calls.
 
     Raises WrongInput, or what rollout.env.process.spec_of raises.
@@ -297,12 +303,13 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
     except EnvironmentFault as fault:
         raise WrongInput(f"env.use: {config.env.use}: {fault.sentence}") from None
     length, tools = _lengths(chat, start, problem)
-    if length > config.rollout.max_prompt_length >= len(problem.prompt_ids) + tools:  # else all problems are looked at
+    # If the problem itself is too long with the tools, the check of all problems (Problems.fitting) reports it.
+    if length > config.rollout.max_prompt_length >= len(problem.prompt_ids) + tools:
         raise WrongInput(
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
-    if isinstance(start, Asked):  # a program writes its prompts itself
+    if isinstance(start, Asked):  # a program makes its prompts itself, without the chat template
         return Tried()
     check_prompts(chat, config.model.path, [opened(start, problem)])
     if start.tools:
@@ -311,7 +318,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
 
 
 def _open_walls(config: RunConfig) -> list[str]:
-    """What the Python tool's code can do here, since this kernel lacks a wall around it."""
+    """A line for each protection that this kernel lacks against the code that the Python tool runs."""
     functions = config.env.args.get("functions", ())
     if not any(
         str(one).endswith("python_code:python") for one in ([functions] if isinstance(functions, str) else functions)
@@ -324,8 +331,8 @@ def _open_walls(config: RunConfig) -> list[str]:
 
 
 def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, int]:
-    """Tokens that the trajectory begins with, and those of the tools among them; 0 where the environment begins with
-    other messages than the problem's own, whose length says nothing then."""
+    """Number of tokens that the trajectory begins with, and how many of them are the tools'. The latter is 0 where the
+    environment begins with other messages than the problem's, whose length then does not matter."""
     if isinstance(start, Asked):
         return len(start.token_ids), 0
     messages = opened(start, problem)
@@ -346,7 +353,8 @@ def _check_tools(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> No
 
 
 def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
-    """What the template does with the answers that the environment is likely to give: of tools where it has some."""
+    """Lines for the user about how the template renders answers of the environment: those of its tools, if it has any,
+    else those of role user. Raises WrongInput."""
     if config.env.history == "template":
         _check_rendered(chat, tools)
         return ()
@@ -369,8 +377,8 @@ def _check_template(config: RunConfig, chat: Chat, tools: Sequence[ToolSpec]) ->
 
 
 def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
-    """Whether the template writes an answer behind a turn as it was sampled, the calls in its text
-    (rollout.env.play.ChatDialogue.past)."""
+    """Raises WrongInput if the template loses text when it renders an answer behind a turn whose calls are part of its
+    text, as sampled (rollout.env.play.ChatDialogue.past)."""
     role, written = "tool" if tools else "user", written_by(chat) if tools else []
     if wrong := loses(chat.observations, written[0].one if written else "A turn.", role, tools):
         raise WrongInput(
@@ -389,13 +397,13 @@ async def _begun(config: RunConfig, problem: Problem) -> Start | Asked:
         forks.close()
 
 
-# What a start checks of the model: tokenizer and chat template, architecture, the files of base and adapters.
+# The model: tokenizer and chat template, architecture, the files of base and adapters.
 
-TEMPLATE_S = 20.0  # for rendering one conversation, which takes milliseconds
+TEMPLATE_S = 20.0  # most seconds for rendering one conversation, which takes milliseconds
 
 
 def load_chat(config: RunConfig) -> Chat:
-    """The model's tokenizer and chat template, once model, template and lengths are known to go together."""
+    """The model's tokenizer and template. Raises WrongInput if model, template, hardware or lengths do not fit."""
     data = config.data
     _check_name(config.model.path)
     chat = Chat.load(config.model.source, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
@@ -431,9 +439,9 @@ def _check_context(config: RunConfig, context: int | None) -> None:
 
 
 def check_weights(config: RunConfig, *, followed: bool) -> None:
-    """Whether the files of base and adapters are whole and hold what they must, of finite numbers. A hub model is
-    looked for in the cache alone. followed: whether follow_adapter took adapters and reference; of one that it refused
-    all is said."""
+    """Raises WrongInput if a file of the base or of an adapter is damaged, lacks a tensor or holds numbers that are not
+    finite. A hub model is looked for only in the cache. followed: whether follow_adapter accepted the adapters and the
+    reference; those that it refused are not checked again."""
     found, model = Findings(), config.model
     found.of(check_model, model.source)
     if model.reference is not None and config.learner.mode == "full" and followed:
@@ -444,23 +452,22 @@ def check_weights(config: RunConfig, *, followed: bool) -> None:
 
 
 def adapters_in(config: RunConfig) -> list[tuple[str, str]]:
-    """Setting and folder of each adapter of the base that a run begins with."""
-    if config.learner.mode == "full":  # where model.reference is a whole model
+    """Pairs of setting and folder, for the policy's and the reference's adapter."""
+    if config.learner.mode == "full":  # model.reference is then a whole model, and there is no adapter
         return []
     named = (("model.adapter", config.model.adapter), ("model.reference", config.model.reference))
     return [(key, folder) for key, folder in named if folder is not None]
 
 
 def check_lora(folder: str, key: str, base: str | None) -> None:
-    """Whether the file of a plain LoRA adapter is whole, and of the layers of this base, unless that is None. Raises
-    WrongInput."""
+    """Raises WrongInput if the file of a plain LoRA adapter is damaged, or if its layers are not those of the base,
+    unless that is None, or if the base does not exist."""
     sizes = None if base is None else sizes_of(read_json(base, CONFIG))
     check_adapter(folder, key, read_adapter(folder, key), sizes)
 
 
 def check_served(folder: str, key: str, base: str | None) -> None:
-    """The same of what is served of an adapter's folder as well, where that is a copy under vLLM's names: it must be of
-    the same layers. Raises as check_lora."""
+    """As check_lora, also for the copy under vLLM's names in the adapter's folder, which must have the same layers."""
     check_lora(folder, key, base)
     copy = served(Path(folder))
     if copy != Path(folder):
@@ -469,7 +476,8 @@ def check_served(folder: str, key: str, base: str | None) -> None:
 
 
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """The configuration in which model.adapter fills in what learner.lora leaves open, and a line that says so."""
+    """Fills in the fields that learner.lora leaves open from model.adapter, and checks the reference. Returns the new
+    configuration and a line for the user. Raises WrongInput."""
     if config.model.reference is not None and config.learner.mode == "full":
         check_reference(config.model.reference, config.model.source)
     elif config.model.reference is not None:
@@ -484,8 +492,8 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 
 def adapter_notes(folder: str | None, key: str, model: str, chat: Chat) -> tuple[str, ...]:
-    """Lines about an adapter that may be of another base, or was trained with another chat template. Raises
-    WrongInput: its base is here, and is another one; or its chat template cannot be read."""
+    """Lines for the user about an adapter that may belong to another base, or was trained with another chat template.
+    Raises WrongInput if its base is on this machine and is not model.path, or if its chat template cannot be read."""
     if folder is None:
         return ()
     notes, base = [], str(read_content(folder, key).get("base_model_name_or_path") or model)

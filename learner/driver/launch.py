@@ -1,4 +1,9 @@
-"""A run from its first process to its last: start them, run the loop between them, end them whatever happens."""
+"""Runs a prepared run for `gleaner train`: connects to Ray, starts the processes, runs the loop, and ends the processes
+whatever happens.
+
+`run` is the entry point. `wire` connects buffer, policy slot, producers and loop. Restarts begins again after a lost
+learner. kept_answering replaces reward processes that hang.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +48,15 @@ from rollout.service import RolloutService
 from rollout.types import Sampling, group_seed
 
 CLOSE_S = 20.0
-NOT_BEGUN = "before the run began"  # of a CancelledError
+NOT_BEGUN = "before the run began"  # text of the CancelledError that ends a run whose loop has not begun
 
 
 async def run(prepared: Prepared) -> int:
-    """The exit code, once all steps are done or the run was asked to stop. Raises what ended it otherwise."""
+    """Runs to the last step, or until asked to stop; returns the exit code. Raises any error that ends the run."""
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
     with Progress(prepared.total_steps, prepared.config.kv_dtype) as progress:
-        # Set up in here, where lines for the terminal go around the live table.
+        # Logging is set up inside this block, where Progress prints lines above its live table.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         progress.note(f"run folder {config.run_dir}")
         for skipped in prepared.skipped_checkpoints:
@@ -100,7 +105,7 @@ async def run(prepared: Prepared) -> int:
 async def _attempt(
     restarts: Restarts, session: Session, progress: Progress, phases: Phases, stop: asyncio.Event
 ) -> Loop | None:
-    """Starts all processes and runs the loop to its end; None if the learner was lost and there is to be another."""
+    """Starts all processes and runs the loop. None if the learner was lost and `restarts` allows another attempt."""
     prepared, ray_processes = restarts.prepared, session.ray_processes
     processes: Processes | None = None
     loop: Loop | None = None
@@ -126,13 +131,13 @@ async def _attempt(
             raise
         return None
     finally:
-        # A generator that still can ends its reward functions and files itself; one that cannot is killed right after.
+        # A generator that still answers ends its reward processes by itself; one that does not is killed right after.
         if processes is not None:
             await _close(processes)
 
 
 async def _close(processes: Processes) -> None:
-    """Generators before what scores for them."""
+    """Closes the generators before the reward processes that score for them."""
     generators, rewards = processes.generators, processes.rewards
     await asyncio.gather(*(one.call(RolloutService.close, CLOSE_S) for one in generators), return_exceptions=True)
     await asyncio.gather(*(one.call(RewardService.close, CLOSE_S) for one in rewards), return_exceptions=True)
@@ -151,7 +156,7 @@ def _inputs(prepared: Prepared, weights_stay: bool) -> Inputs:
 
 
 def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
-    """From here on the run folder exists, and holds nothing of steps that are taken again."""
+    """Opens the files of the run folder. Makes the folder, and sets aside checkpoints of steps that are taken again."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
     process.streams_kept_in(folder / process.CONSOLE)
@@ -164,7 +169,7 @@ def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
 
 
 def _publish(prepared: Prepared, progress: Progress) -> None:
-    """What a kill between a checkpoint and its publication left undone."""
+    """Publishes the checkpoint that the run resumes from, if a kill came between its commit and its publication."""
     if prepared.resume_from is None:
         return
     whole = prepared.config.learner.mode == "full"
@@ -174,7 +179,7 @@ def _publish(prepared: Prepared, progress: Progress) -> None:
 
 
 def _unscored(prepared: Prepared) -> str:
-    """What is to be said of a finished run whose last step was not evaluated: that failed, or it was not due."""
+    """Text for the user about a finished run whose last policy was not evaluated; empty if it was."""
     config, folder = prepared.config, prepared.resume_from
     if not prepared.heldout or config.data.eval.every == 0 or folder is None:
         return ""
@@ -192,8 +197,8 @@ def _where_it_goes_on(config: RunConfig) -> str:
 
 
 def _if_it_is_killed(config: RunConfig) -> str:
-    """Said before it may be: who has asked for the end mostly kills next, and Ray's part of this process ends it
-    without a word where Ray's own processes end first."""
+    """Text for the user: what a kill would cost. It is printed when the run is asked to stop, since users mostly kill
+    it next, and Ray ends this process without a message if Ray's own processes end first."""
     there = checkpoint.listing(config.run_dir / "checkpoints")
     behind = f"goes on from the checkpoint of step {checkpoint.step_of(there[-1])}" if there else "begins again"
     return f"if it is killed before, {_again(config)} {behind}"
@@ -203,16 +208,18 @@ def _again(config: RunConfig) -> str:
     return "the same command" if config.resume == "auto" else "the same command with resume=auto"
 
 
-# One wiring: buffer, policy slot, producers and loop, between processes of Ray or objects of one process alike.
+# Wiring: buffer, policy slot, producers and loop, for processes of Ray and for plain objects of one process.
 
-BUFFER_BYTES = 512 * 2**20  # groups are kilobytes: this bound is for very long completions
+BUFFER_BYTES = 512 * 2**20  # a group takes kilobytes: only very long completions reach this bound
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run is, apart from its processes.
+    """What `wire` needs of a run beside its processes.
 
-    arrangement: how the roles lie on the hardware. weights_stay: as of learner.driver.roles.Processes.
+    total_steps: number of steps that the run is planned for. problems, heldout: prompts to train on and to evaluate.
+    fingerprints: digests of the run's inputs, for its checkpoints. arrangement: how the roles lie on the hardware.
+    weights_stay: whether whole weights stay in the learner's memory on their way to the generators.
     """
 
     config: RunConfig
@@ -227,7 +234,7 @@ class Inputs:
 def wire(
     inputs: Inputs, generators: Sequence[RevivableActor[RolloutService]], trainer: Actor[TrainerService], sinks: Sinks
 ) -> tuple[Loop, Pipes]:
-    """The loop, ready to run, and the pipes that it shares with a producer beside each generator."""
+    """Makes the loop, and a producer for each generator. Returns the loop, and the pipes between it and them."""
     config, deadlines = inputs.config, inputs.config.cluster.deadlines
     cursor = Cursor()
     buffer = Buffer(
@@ -240,8 +247,10 @@ def wire(
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
     metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
-    sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay)
-    turns = hooks_of(inputs.arrangement).wired(trainer, producers, deadlines)
+    hooks = hooks_of(inputs.arrangement)
+    turns = hooks.wired(trainer, producers, deadlines)
+    without_base_s = hooks.without_base_s(deadlines)
+    sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay, without_base_s=without_base_s)
     record = StepRecord(sinks.folder, inputs.total_steps, trainer, deadlines.push)
     reward_models = RewardModels(config.rewards, trainer, deadlines.step, sinks.timeline)
     loop = Loop(
@@ -259,7 +268,7 @@ def wire(
 
 
 def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
-    """(position, attempt) -> how that group is sampled; a pure function, so rollouts are reproducible."""
+    """A function (position, attempt) -> how that group is sampled. It is pure, so that rollouts are reproducible."""
 
     def sampling(position: int, attempt: int) -> Sampling:
         return sampled(config, config.rollout.num_generations, group_seed(config.seed, position, attempt))
@@ -267,14 +276,16 @@ def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:
     return sampling
 
 
-# learner.restarts: how often a lost learner is replaced, and from where the run then goes on.
+# learner.restarts: a run whose learner was lost begins another attempt from its newest checkpoint.
 
 
 class Restarts:
-    """Holds what the next attempt starts from.
+    """Decides whether the run begins another attempt, and holds what that attempt starts from.
 
-    An attempt begins with fresh processes for all roles, as the same command would: policy versions fall back with the
-    learner, and an engine that has served a later one takes no earlier one.
+    An attempt begins with fresh processes for all roles, as the same command would: the policy version falls back to
+    that of the checkpoint, and an engine that has served a later version does not take an earlier one.
+
+    prepared: inputs of the next attempt. note: prints a line for the user.
     """
 
     def __init__(self, prepared: Prepared, note: Callable[[str], None]) -> None:
@@ -282,9 +293,9 @@ class Restarts:
         self._allowed, self._used = prepared.config.learner.restarts, 0
 
     def after(self, error: BaseException, *, begun: bool) -> bool:
-        """True if the run goes on after this error. begun: the attempt came as far as its loop, so that the newest
-        checkpoint on the disk is one that it would go on from. What is lost with its node on the way to a generator is
-        a policy, and the learner with it."""
+        """Whether the run begins another attempt after this error, from the newest checkpoint. begun: whether this
+        attempt came as far as its loop, so that the newest checkpoint on the disk belongs to it. ValueLost counts as
+        the loss of the learner: a policy on its way to a generator was lost with the learner's node."""
         lost = first_of(error)
         if not isinstance(lost, LearnerLost | ValueLost) or self._used == self._allowed:
             return False
@@ -297,17 +308,20 @@ class Restarts:
         return True
 
 
-# Reward processes that serve all generators, watched: Ray starts those again that end, and nobody those that hang.
+# The watch over the reward processes that serve all generators: Ray restarts one that ends, but not one that hangs.
 
 log = logging.getLogger("learner")
 
-MAX_LOSSES = 5  # each less than the patience for silence after the one before: then what it is asked ends it
+# Losses of one process in a row, each less than Patience.silence_s after the one before; one more ends the run, since
+# the completions that it is asked to score are then taken to be the cause.
+MAX_LOSSES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds that a reward process may give no answer, and that a fresh one may take to start. Together they are three
-    quarters of a group's deadline at most: past that, generators which wait for it would count as hung."""
+    """Deadlines of a reward process. silence_s: seconds without an answer, then it hangs. start_s: seconds in which a
+    fresh process must start. Their sum is at most three quarters of a group's deadline, after which a generator that
+    waits for the reward process would count as hung."""
 
     silence_s: float
     start_s: float
@@ -318,10 +332,11 @@ class Patience:
 
 
 async def kept_answering(process: Remote[RewardServer], patience: Patience) -> None:
-    """Never returns. A process that hangs is ended, so that Ray starts another, which gets the groups that it had.
+    """Watches a reward process until cancelled. Ends a process that hangs, so that Ray starts a fresh one, which gets
+    the groups that the hung process had.
 
-    Raises RunEnded: no fresh one has started in time, or more than MAX_LOSSES were lost, each soon after another.
-    StartFailed: it has started, and refused what it was given.
+    Raises RunEnded if no fresh process starts in time, or if the process was lost more than MAX_LOSSES times in a row;
+    StartFailed if the fresh process refused its arguments.
     """
     losses, lost_at = 0, -math.inf
     while True:

@@ -1,10 +1,13 @@
-"""The algorithm as prose: take -> learn -> deliver -> (evaluate | checkpoint).
+"""The driver's training loop: takes a batch of groups, has the learner train on it, delivers the new policy to every
+generator, and evaluates and saves when that is due.
 
-    producers --groups--> Buffer --take--> Trainer.step --adapter--> PolicySlot --> producers
+    producers --groups--> Buffer --take--> Trainer.step --policy--> PolicySlot --> producers
 
-There is one loop. Synchronous training is max_staleness 0: the slots of the consumed groups are released only when the
-new policy is with every generator, so nothing is generated before that. With max_staleness k the Buffer
-has room for k more batches, and generation goes on while this loop trains.
+The same loop trains synchronously and asynchronously. With max_staleness 0 the slots of a trained batch are released
+only when every generator holds the new policy, so nothing is generated before that. With max_staleness k the Buffer has
+room for k more batches, and generation continues while the learner trains.
+
+Loop is the order of events; Updates, Batches, Schedule, WeightSync and Probe, below it, are its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from cluster.files import WriteFailed
 from cluster.telemetry import Timeline
 from learner.algo.advantage import has_signal
 from learner.config import RunConfig
-from learner.driver.arrangement import Turns, hooks_of
+from learner.driver.arrangement import Turns
 from learner.driver.evaluate import HeldOut, RewardModels
 from learner.driver.failure import LearnerError, RunEnded, first_of, sentence_of
 from learner.driver.metrics import MismatchGuard, batch_metrics, failing, unscored
@@ -37,13 +40,13 @@ from rollout.schema import group_position, ragged, rewards_of
 
 T = TypeVar("T")
 
-LOST_S = 8.0  # that a last checkpoint may take when Ray is about to end the processes
+LOST_S = 8.0  # seconds that the last checkpoint may take when Ray is about to end the processes
 
 
 class Loop:
-    """Consumes groups, produces policies; learner.driver.launch puts its parts together.
+    """Trains from the first step to the last. learner.driver.launch.wire makes its parts and connects them.
 
-    stop: set by Ctrl-C or SIGTERM: finish the step, checkpoint, leave.
+    stop: event that Ctrl-C or SIGTERM sets; the loop then finishes its step, saves a checkpoint and returns.
     """
 
     def __init__(
@@ -66,14 +69,14 @@ class Loop:
 
     @property
     def step(self) -> int:
-        """Updates so far."""
+        """Number of steps taken, which is the version of the learner's policy."""
         return self.updates.step
 
     async def run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
-        """The whole run, from `resume_from` or from the start, to the last step or until stopped.
+        """Trains from the checkpoint `resume_from`, or from the start, to the last step or until `stop` is set.
 
-        beside: runs meanwhile; an exception of it ends the run. Whatever ends the run, its last step is saved first,
-        unless the learner itself failed.
+        beside: coroutines that run meanwhile; an exception of one of them ends the run. Whatever ends the run, a
+        checkpoint of its last step is saved first, unless the learner itself failed.
         """
         try:
             await self._run(resume_from, *beside)
@@ -85,7 +88,7 @@ class Loop:
         finally:
             self.updates.cancel()
             for other in beside:
-                other.close()  # where it failed before they began
+                other.close()  # a coroutine that was never awaited, since the run failed early, would cause a warning
 
     async def _run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
         await self.checkpoints.check_shared()
@@ -111,18 +114,19 @@ class Loop:
             if batch is None:
                 break
             learned = await self.updates.learn(batch, tasks)
-            if learned is None:  # nobody scored it
+            if learned is None:  # the batch was passed over: it has no reward, or reward functions failed on most of it
                 if (failing := self.updates.ends_with()) is not None:
                     await self._save()
                     raise failing
                 continue
             metrics, push = learned
-            await delivery  # of the policy before this one
+            await delivery  # the policy before this one must be with every generator before this one is published
             delivery = tasks.create_task(self.sync.deliver(push, release=len(batch.groups)))
             self.metrics.hold(metrics | self.metrics.times(metrics["rollout/tokens"]))
             if self.schedule.evaluates(self.step):
-                await delivery  # what is evaluated must be with every generator
-                self.metrics.add(await self._unless_stopped(self._evaluate()) or {})  # made up when it goes on
+                await delivery  # every generator must hold the policy that is evaluated
+                # If the run is stopped here, the resumed run evaluates this policy before its first step.
+                self.metrics.add(await self._unless_stopped(self._evaluate()) or {})
             metrics = self.metrics.flush(self.step)
             reason = self.guard.check(metrics)
             if reason or self.schedule.saves(self.step) or self.held_out.spared == self.step:
@@ -134,21 +138,22 @@ class Loop:
             self.metrics.note(early)
         if kept := self.held_out.kept():
             self.metrics.note(kept)
-        used_up = self.updates.passed_over and self.schedule.done(self.step)  # by batches without a reward
+        # Batches that were passed over since the last update may use up the problems: that update then was the last.
+        used_up = self.updates.passed_over and self.schedule.done(self.step)
         if used_up and not self.held_out.evaluated(self.step):
             self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
         if used_up or (self.checkpoints.saved != self.step and self.step > 0):
             await self._save()
 
     async def _evaluate(self) -> dict[str, float]:
-        """The metrics of the held-out problems; none where nothing is held out."""
+        """The metrics of the held-out problems; empty where no problems are held out."""
         scores = await self.held_out.score(self.step)
         if scores:
             self.metrics.completions(self.step, self.held_out.evaluations[-1].samples)
         return scores
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
-        """The result, or None if the run was asked to stop first."""
+        """The result of `work`, or None if the run was asked to stop first."""
         task, stopped = asyncio.ensure_future(work), asyncio.create_task(self.stop.wait())
         try:
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,11 +161,11 @@ class Loop:
         finally:
             task.cancel()
             stopped.cancel()
-            # Whatever ends the run, nothing of it may still write to a trace that is being closed.
+            # When the run ends, neither task may still write to the timeline, which is then closed.
             await asyncio.gather(task, stopped, return_exceptions=True)
 
     async def _save_after(self, error: BaseException) -> None:
-        """A checkpoint before a run ends by an error that is neither the learner's nor another one's."""
+        """Saves a checkpoint before `error` ends the run, unless the learner failed or the error came from a save."""
         if isinstance(error, LearnerError) or self._saving:
             return
         patience = LOST_S if isinstance(error, ClusterLost) else self.checkpoints.deadline_s
@@ -180,18 +185,18 @@ class Loop:
         self._saving = False
 
 
-# One update for each batch: its rollouts go to disk, the trainer takes a step, and the new policy is fetched.
+# Updates: what happens to one batch. Its rollouts go to disk, the learner takes a step, and the new policy is fetched.
 
 MOST_UNSCORED = 10
-"""Batches in a row that are passed over. Of data of which a third cannot be scored, a batch of one group is without a
-reward each third time, and ten in a row are once in 60,000; where nothing is ever scored, ten batches say so."""
+"""Number of batches in a row without any reward that ends the run. Where a third of the data cannot be scored and a
+batch is one group, chance makes ten such batches in a row once in 60,000."""
 
 
 class Updates:
-    """Waits for: the learner.
+    """Updates the policy once for each batch. All that it waits for is the learner.
 
-    step: updates so far, which is the version of the learner's policy. agrees: whether the learner's state goes with
-    the problems that are counted as consumed; false while an update is under way.
+    step: number of updates so far, which is the version of the learner's policy. agrees: whether the learner has
+    trained on exactly the problems that count as consumed; false while an update is under way.
     """
 
     def __init__(
@@ -212,26 +217,27 @@ class Updates:
         self._pipes, self._reward_models = pipes, reward_models
         self._sync, self._turns, self._metrics, self._record = sync, turns, metrics, record
         self._under_way: asyncio.Task[tuple[dict[str, float], Push] | None] | None = None
-        self._passed: list[pa.Table] = []  # groups of batches without a reward, since the last update
+        self._passed: list[pa.Table] = []  # groups of the batches that were passed over since the last update
         self._in_a_row, self._warned = 0, False
         self._failing: RunEnded | None = None
 
     async def begin(self, step: int) -> None:
-        """The run goes on from that step; what later ones left is deleted, since those will be taken again."""
+        """Continues from this step. The records of later steps are deleted, since those steps will be taken again."""
         self.step = step
         await self._record.begin(step)
 
     async def first_policy(self, tasks: asyncio.TaskGroup) -> Push:
-        """The policy to begin with; the generators were put to sleep as they started."""
+        """The policy that the run begins with. Wakes the generators, if they were put to sleep as they started."""
         push, _ = await self._sync.fetch(tasks)
         self._record.policy(push.policy_id)
         await self._turns.generators()
         return push
 
     async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
-        """The metrics of the update, and its policy; None where the batch was passed over, since none of its
-        completions has a reward, or reward functions failed on most (`ends_with`). An update that has begun is finished
-        even if the caller is cancelled.
+        """Updates the policy with a batch, and returns the metrics of the update and the new policy. Returns None where
+        the batch was passed over, since none of its completions has a reward, or reward functions failed on most of
+        them; `ends_with` says whether that ends the run. An update that has begun is finished even if the caller is
+        cancelled.
         """
         self._under_way = asyncio.create_task(self._learn(batch, tasks))
         return await asyncio.shield(self._under_way)
@@ -242,19 +248,19 @@ class Updates:
             await asyncio.wait({self._under_way})
 
     def cancel(self) -> None:
-        """Gives up the one that is under way."""
+        """Cancels the update that is under way."""
         if self._under_way is not None:
             self._under_way.cancel()
 
     @property
     def passed_over(self) -> bool:
-        """Whether batches were, since the last update."""
+        """Whether batches were passed over since the last update."""
         return bool(self._passed)
 
     def ends_with(self) -> RunEnded | None:
-        """What ends the run: reward functions failed on most completions of a batch, or MOST_UNSCORED batches in a row
-        were passed over. Their problems count as consumed, so that a checkpoint which is written now lets the run go on
-        behind them: the same batch would end it again."""
+        """The error that ends the run, else None: reward functions failed on most completions of a batch, or
+        MOST_UNSCORED batches in a row were passed over. The problems of these batches count as consumed, so that a run
+        that is resumed from a checkpoint written now does not meet, and fail on, the same batch again."""
         if self._failing is not None:
             return self._failing
         if self._in_a_row < MOST_UNSCORED:
@@ -268,20 +274,22 @@ class Updates:
         )
 
     async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
-        """Reward models are asked first: what they say belongs to the facts."""
+        """Has reward models score the batch before the update: their scores are recorded with the rollouts."""
         async with self._turns.learner():
             groups, spent = await self._reward_models.score(batch.groups, self.step + 1)
             learned = await self._train(groups, batch.useless, tasks)
         if learned is None:
-            self._pipes.buffer.pass_over(len(groups))  # not before generators are awake: they go on with it at once
+            # Only here, where the generators are awake again: producers begin new groups as soon as slots are free.
+            self._pipes.buffer.pass_over(len(groups))
             return None
         return learned[0] | spent, learned[1]
 
     async def _train(
         self, groups: Sequence[pa.Table], useless: Sequence[pa.Table], tasks: asyncio.TaskGroup
     ) -> tuple[dict[str, float], Push] | None:
-        """Metrics and ledger cover all that was generated for the step. The ledger is written meanwhile, and has
-        its file before this returns, hence before any checkpoint counts these problems."""
+        """The step on `groups`; None as in `learn`. Metrics and ledger cover all groups that were generated for the
+        step: useless ones, and those of batches that were passed over, too. The ledger's file is written by a thread
+        during the step and is complete when this returns, so before a checkpoint counts these problems."""
         generated = [*groups, *useless]
         of_step = [*generated, *self._passed]
         at_rest = asyncio.create_task(asyncio.to_thread(self._record.rollouts, self.step + 1, of_step))
@@ -314,8 +322,8 @@ class Updates:
             self._pipes.cursor.finish(group_position(group)[0])
 
     def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
-        """Counts a batch that is not learned from. of_step: all that was generated since the last
-        update, which is kept for the ledger of the next."""
+        """Counts a batch that the learner does not train on. of_step: all groups that were generated since the last
+        update; they are kept for the ledger of the next."""
         self._finish(of_step[: len(of_step) - len(self._passed)])
         self._passed = of_step
         self._in_a_row += 1
@@ -335,19 +343,20 @@ class Updates:
         return metrics
 
 
-# The groups of one optimizer batch, out of the Buffer.
+# Batches: the groups of one step, out of the Buffer.
 
 
 class Batches:
-    """Waits for: groups, no longer than one may take that waits behind others, and those that replace it."""
+    """Takes the groups of each step out of the Buffer. A wait for them is limited by the time that a generator may take
+    to start and a group may take behind others; with dynamic sampling, also by that of the groups that replace it."""
 
     def __init__(self, config: RunConfig, buffer: Buffer, timeline: Timeline) -> None:
         self._config, self._buffer, self._timeline = config, buffer, timeline
         self._size = config.learner.groups_per_step
 
     async def take(self, step: int) -> Batch:
-        """The batch of the step after `step`, in the order of the problem stream (so that a resumed run sums in the
-        same order). TimeoutError names what is missing."""
+        """The batch of the step after `step`. Its groups are in the order of the problem stream, so that a resumed run
+        adds gradients in the same order. Raises TimeoutError, which names what is missing."""
         config, buffer = self._config, self._buffer
         batches = 1 + MAX_REFILLS * config.rollout.dynamic_sampling
         patience = config.cluster.deadlines.start + batches * config.group_deadline_s
@@ -364,34 +373,40 @@ class Batches:
         return Batch(sorted(batch.groups, key=group_position), batch.useless)
 
     def _useful(self, group: pa.Table) -> bool:
-        """With dynamic sampling (DAPO, 2503.14476, section 3.2) groups that teach nothing are replaced by others."""
+        """Whether the group goes into the batch. Dynamic sampling (DAPO, 2503.14476, section 3.2) replaces groups whose
+        rewards are all equal."""
         return not self._config.rollout.dynamic_sampling or has_signal(rewards_of(group))
 
 
-# When a run is done, and when it evaluates and saves: functions of the number of steps and of what was consumed.
+# Schedule: after which steps a run evaluates, saves and ends.
 
 
 class Schedule:
-    """total_steps: after which the run is done at the latest. problems: that may be consumed, of all epochs."""
+    """Says after which steps a run evaluates, saves and ends, by the number of steps and of problems consumed.
+
+    total_steps: number of steps after which the run is done at the latest. problems: number of problems in all epochs,
+    after which it is done as well; inf without `epochs`.
+    """
 
     def __init__(self, config: RunConfig, total_steps: int, cursor: Cursor, problems: float) -> None:
         self.total_steps = total_steps
         self._config, self._cursor, self._problems = config, cursor, problems
 
     def done(self, step: int) -> bool:
-        """No step is left: groups that were replaced, or had no reward, have used up problems of the epochs, too."""
+        """Whether the run is done: all steps are taken, or all problems of its epochs consumed. Groups that dynamic
+        sampling replaced or that have no reward consume problems, too."""
         return step >= self.total_steps or self._cursor.consumed >= self._problems
 
     def evaluates(self, step: int) -> bool:
-        """Every data.eval.every steps, and after the last."""
+        """Whether the policy after this step is evaluated: every data.eval.every steps, and after the last."""
         return _due(step, self._config.data.eval.every) or self.done(step)
 
     def saves(self, step: int) -> bool:
-        """Every checkpoint.every steps, and after the last."""
+        """Whether a checkpoint of this step is saved: every checkpoint.every steps, and after the last."""
         return _due(step, self._config.checkpoint.every) or self.done(step)
 
     def early_end(self, step: int) -> str | None:
-        """A sentence for the user if the problems are used up before the steps are done, else None."""
+        """A sentence for the user if all problems were consumed before all steps were taken, else None."""
         if not self.done(step) or step >= self.total_steps:
             return None
         return (
@@ -404,12 +419,12 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-# Tasks of a group that may be at its end already, by the error of another of its tasks.
+# A task in a TaskGroup that may be ending already, because another of its tasks failed.
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """tasks.create_task(work). Raises RuntimeError, with the work closed, if the group takes no more: Python before
-    3.13 leaves it open, and warns some time later of a coroutine that was never awaited."""
+    """tasks.create_task(work). If the group is ending and takes no more tasks, `work` is closed and RuntimeError
+    raised: Python before 3.13 leaves the coroutine open, and later warns that it was never awaited."""
     try:
         return tasks.create_task(work)
     except RuntimeError:
@@ -417,13 +432,16 @@ def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T]) -> asyncio.
         raise
 
 
-# Weight sync, the driver's part: each policy out of the learner, to every generator, with the tokens that prove it.
+# Weight sync, the driver's part: each policy goes from the learner to every generator, with probe tokens as proof.
 
 
 class WeightSync:
-    """Waits for: the learner's policy, and every generator's acknowledgement of it.
+    """Fetches each policy from the learner, and delivers it to every generator.
 
-    Unblocks: producers, by releasing the slots of the groups that a policy has learned from.
+    It waits for the learner's policy and for every generator's acknowledgement of it. It then lets producers go on, by
+    releasing the slots of the groups that the policy was trained on.
+
+    stays: whether whole weights stay in the learner's memory, where generators read them (rollout.weights).
     """
 
     def __init__(
@@ -434,6 +452,7 @@ class WeightSync:
         pipes: Pipes,
         *,
         stays: bool,
+        without_base_s: float,
     ) -> None:
         self._trainer, self._producers, self._pipes = trainer, producers, pipes
         self._dtype, self._stays = config.kv_dtype, stays
@@ -441,24 +460,24 @@ class WeightSync:
         self.probe = Probe(pipes.problems.at(0).prompt_ids, longest)
         deadlines = config.cluster.deadlines
         self._push_s = deadlines.push
-        self._probe_s = deadlines.push + hooks_of(config.arrangement).without_base_s(deadlines)
+        self._probe_s = deadlines.push + without_base_s
         under_way_s = config.group_deadline_s if config.max_staleness > 0 else 0.0
-        self._patience_s = deadlines.push + deadlines.start + under_way_s  # a generator may be restarting
-        self._expected: asyncio.Future[Answer] | None = None  # to the newest probe
+        self._patience_s = deadlines.push + deadlines.start + under_way_s  # all generators may be restarting
+        self._expected: asyncio.Future[Answer] | None = None  # the learner's answer to the newest probe
 
     async def fetch(self, tasks: asyncio.TaskGroup) -> tuple[Push, dict[str, float]]:
-        """The learner's policy as it is now, and the seconds that it took, as metrics. The learner scores the probe
-        tokens while the policy is on its way."""
+        """The learner's present policy, and as metrics the seconds that the learner took to export it and to answer the
+        probe before. The learner computes the logprobs of the new probe while the policy is on its way."""
         policy, exported = await self._trainer.call(TrainerService.outgoing, self._push_s, self._stays)
-        answered_s = self._expected.result().seconds if self._expected is not None else 0.0  # the probe before
+        answered_s = self._expected.result().seconds if self._expected is not None else 0.0  # of the previous probe
         spent = {"time/push_export": exported.seconds, "time/push_learner_probe": answered_s}
         ids = self.probe.ids
         self._expected = start_in(tasks, self._expect(exported.policy_id.version, ids))
         return Push(policy, exported.policy_id, ids, self._expected, self._dtype), spent
 
     async def answered(self) -> None:
-        """Waits until the learner has answered the newest probe, which must come before its next step: an actor takes
-        calls that are a few milliseconds apart in either order, and would answer with the policy after."""
+        """Waits until the learner has answered the newest probe. To be called before each step: an actor may take two
+        calls that are a few milliseconds apart in either order, and would answer the probe with the next policy."""
         if self._expected is not None:
             await asyncio.wait({self._expected})
 
@@ -467,12 +486,13 @@ class WeightSync:
             return await self._trainer.call(TrainerService.probe, self._probe_s, list(ids))
 
     def trained_on(self, groups: Sequence[pa.Table]) -> None:
-        """After each step: the probe may go on to tokens of these groups."""
+        """To be called after each step with the groups that it trained on, from which new probe tokens may be taken."""
         self.probe.trained_on(groups, settled=all(producer.feed.evidence.settled for producer in self._producers))
 
     async def deliver(self, push: Push, release: int) -> None:
-        """Brings the policy to every generator, then frees the slots of the `release` groups that it learned from. The
-        one before it must have been brought to all of them: the next one may take its place."""
+        """Delivers the policy to every generator, then frees the slots of the `release` groups that it was trained on.
+        The policy before it must have been delivered already: the policy after it may overwrite that one in the
+        learner's memory (rollout.weights)."""
         version = push.policy_id.version
         await self._pipes.policy_slot.publish(version, push)
         names = [producer.name for producer in self._producers]
@@ -480,26 +500,29 @@ class WeightSync:
         self._pipes.buffer.release(release)
 
 
-# The tokens that learner and generators are asked about, to prove that they have one policy.
+# The probe: tokens whose logprobs the learner and the generators compute, to prove that they hold the same policy.
 
 TOKENS = 64
-LIFE = 16  # versions that the same tokens are kept at least, since rollout.delivery compares answers to the same ones
+LIFE = 16  # policy versions for which tokens are kept at least: rollout.delivery compares answers to the same tokens
 
 
 class Probe:
-    """Tokens of a prompt at first; then of a batch that was trained on, where the policy moves most.
+    """Chooses the probe tokens: of a prompt at first, then of a batch that was trained on, where the policy moves most.
 
-    The same tokens are kept for several versions. The policy goes on moving on them after the step of their own batch:
-    with Adam's beta_1 = 0.9, two thirds of what a batch changes come in the ten steps after it.
+    The same tokens are kept for several policy versions. The policy continues to move on them after the step of their
+    own batch: with Adam's beta_1 = 0.9, two thirds of what a batch changes come in the ten steps after it.
+
+    prompt: token ids of the first probe. longest: number of tokens that a probe may have. ids: the present probe.
     """
 
     def __init__(self, prompt: Sequence[int], longest: int) -> None:
         self._length = min(TOKENS, longest)
         self.ids = self._filled(prompt)
-        self._age: int | None = None  # versions since they are tokens of a batch
+        self._age: int | None = None  # policy versions since `ids` were taken from a batch; None: they are the prompt's
 
     def trained_on(self, groups: Sequence[pa.Table], settled: bool) -> None:
-        """To be called after each step. settled: a frozen generator would have been found out by the present tokens."""
+        """To be called after each step, with the groups that it trained on. settled: whether the present tokens have
+        shown that no generator is frozen (rollout.delivery.Evidence)."""
         signals = [group for group in groups if _teaches(rewards_of(group))]
         if self._age is not None:
             self._age += 1
@@ -507,17 +530,17 @@ class Probe:
             self._age, self.ids = 0, self._of(signals[0])
 
     def _of(self, group: pa.Table) -> tuple[int, ...]:
-        """The end of the prompt and the beginning of the completion whose reward is farthest from the group's mean."""
+        """The ids at the prompt's end, and at the start of the completion whose reward is farthest from the mean."""
         rewards = rewards_of(group)
         chosen = int(np.nanargmax(np.abs(rewards - np.nanmean(rewards))))
         completion = ragged(group, "completion_ids")[chosen][: self._length * 3 // 4]
         return self._filled([*ragged(group, "prompt_ids")[chosen].tolist(), *completion.tolist()][-self._length :])
 
     def _filled(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens, repeated up to the probe's length: a mean over a few tokens says little."""
+        """The tokens, repeated up to the probe's length, since a mean over a few tokens says little."""
         return tuple((list(tokens) * (self._length // len(tokens) + 1))[: self._length])
 
 
 def _teaches(rewards: npt.NDArray[np.float64]) -> bool:
-    """Whether the policy moves on a group: its rewards differ, or it is one completion alone, which PPO learns from."""
+    """Whether the policy moves on a group: its rewards differ, or it is a single completion, which PPO trains on."""
     return has_signal(rewards) or (len(rewards) == 1 and bool(np.isfinite(rewards[0])))

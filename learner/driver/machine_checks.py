@@ -1,4 +1,5 @@
-"""What this machine, its cards and its driver must have for a run: one line each, before anything starts."""
+"""The checks of this machine (its cards, driver, environment variables and memory), which learner.driver.preflight
+makes before a run starts."""
 
 import os
 import re
@@ -22,18 +23,18 @@ from rewards.config import classifier_of
 from rollout.architecture import text_of
 from rollout.data.model_files import model_weights, read_json
 
-# Whether Ray's processes start on this machine, as far as its environment and network decide: where they do not, Ray
-# waits for a minute or for ever, and says that it is overloaded.
+# Whether environment variables and the network let Ray's processes start. Where they do not, Ray waits for a minute or
+# for ever, and reports that it is overloaded.
 
-ERRORS = "error"  # of PYTHONWARNINGS, which may be cut short
-CONNECT_S = 5.0  # to this machine itself
+ERRORS = "error"  # an action of PYTHONWARNINGS, which accepts its first letters too
+CONNECT_S = 5.0  # most seconds for a connection of this machine to itself
 
 
 def check_startable(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises WrongInput."""
+    """Raises WrongInput if Ray's processes would not start on this machine."""
     for warnings in environ.get("PYTHONWARNINGS", "").split(","):
         action, *fields = (field.strip() for field in warnings.split(":"))
-        if action and ERRORS.startswith(action) and not any(fields[2:3]):  # of all modules
+        if action and ERRORS.startswith(action) and not any(fields[2:3]):  # the warnings of all modules are errors
             raise WrongInput(
                 f"PYTHONWARNINGS: must make no error of warnings, since Ray's processes warn as they start and would "
                 f"end, got {environ['PYTHONWARNINGS']!r}; unset it, or name a module of yours in it"
@@ -57,15 +58,15 @@ def _check_loopback() -> None:
         ) from None
 
 
-# Least driver by CUDA's major version (CUDA Toolkit release notes, table of minor version compatibility).
+# CUDA's major version -> least driver (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}
-# Of main memory: weights and activations, which nothing swaps.
+# Parts of the plan that main memory must hold: weights, optimizer states and activations, none of which is swapped.
 MUST_FIT = ("asleep", "offloaded", "paged", "policy", "passing")
 
 
 def check_placement(config: RunConfig, assumed: Cards | None) -> None:
-    """Room and cards for every role. Raises WrongInput; a cluster that is joined is asked once we
-    are connected to it."""
+    """Raises WrongInput unless there are cores and cards for every role. A cluster that is joined is checked later,
+    when the driver has connected to it. assumed: cards to assume instead of this machine's."""
     cpus = sum(role.cpus for role in roles(config))
     if assumed is not None:
         place(roles(config), [{"CPU": float(cpus), "GPU": float(assumed.count)}])
@@ -108,7 +109,7 @@ def _check_card(config: RunConfig, capability: tuple[int, int], name: str) -> No
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch is built for (`13.0`), '' for a build without; None without torch. Does not import it."""
+    """The CUDA version that torch is built for (`13.0`), '' for a CPU build, None without torch. Imports nothing."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -118,7 +119,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_too_old(driver: str, cuda: str | None) -> str | None:
-    """What is wrong with driver and torch together, with what to do; None: nothing."""
+    """A sentence with what to do if the driver is too old for torch, else None. cuda: as torch_cuda returns it."""
     if cuda is None:
         return "torch: is not installed; pip install -e '.[gpu]'"
     if not cuda:
@@ -130,8 +131,9 @@ def driver_too_old(driver: str, cuda: str | None) -> str | None:
 
 
 def cuda_wheels() -> frozenset[int]:
-    """Major versions of CUDA among NVIDIA's wheels: nvidia-cublas-cu12 names it, from 13 on the version does. Not those
-    of CUTLASS, which come for several."""
+    """Major versions of CUDA for which NVIDIA's wheels are installed. Up to 12 a wheel's name has it, as in
+    nvidia-cublas-cu12; from 13 on the wheel's version is that of CUDA. CUTLASS wheels do not count: they come for
+    several CUDA versions at once."""
     found = set()
     for wheel in distributions():
         name = wheel.metadata["Name"] or ""
@@ -143,7 +145,7 @@ def cuda_wheels() -> frozenset[int]:
 
 
 def machine_notes(config: RunConfig) -> tuple[str, ...]:
-    """Lines about the system that a run on this machine's cards should know."""
+    """Lines for the user about the system, for a run on this machine's cards."""
     if all(role.gpus == 0 for role in roles(config)) or joins(config.cluster.address):
         return ()
     notes = []
@@ -157,12 +159,12 @@ def machine_notes(config: RunConfig) -> tuple[str, ...]:
 
 
 def classifier_bytes(config: RunConfig) -> int:
-    """Of the models that each reward process loads (`use: sequence_classifier`), as far as their files are here."""
+    """Bytes of the models that each reward process loads (`use: sequence_classifier`), if their files are here."""
     found = 0
     for model in filter(None, map(classifier_of, config.rewards)):
         try:
             found += sum(tensor.nbytes for tensor in (model_weights(model) or {}).values())
-        except WrongInput:  # said by the trial of the reward function
+        except WrongInput:  # the trial of the reward function reports it
             continue
     return found
 
@@ -183,8 +185,8 @@ def classifier_notes(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
-    """Lines for the user about main and shared memory of this machine. Raises WrongInput: the weights alone are more
-    than it has."""
+    """Lines for the user about main and shared memory of this machine. Raises WrongInput if the parts of MUST_FIT alone
+    need more than its main memory."""
     if budgets.plan is None or config.cluster.gpus.learner == 0 or joins(config.cluster.address):
         return ()
     has, shared = machine.main_memory(), machine.shared_memory() or 0

@@ -1,5 +1,5 @@
-"""The memory of a run: the cards that it is planned for, what its settings ask of the planner, the budgets that its
-processes are held to, and beside them what was measured.
+"""Settles the memory of a run before it starts: finds the cards, translates the settings for the planner
+(cluster.memory.plan), and makes the budgets that the processes are held to. PlanFile records them with measured peaks.
 """
 
 import json
@@ -29,7 +29,7 @@ from learner.model.adapter_config import read_scored
 from rewards.config import adapters_of
 from rollout.config import DEFAULT_KV, DEFAULT_SEQUENCES, parse_size
 
-# A card as a user names it: `rtx4090`, `24` (GB as sold), `24GiB` or `24GB`.
+# A card as a user writes it: `rtx4090`, `24` (GB as sold), `24GiB` or `24GB`.
 
 
 EXAMPLES = "24GiB, 24 (GB as cards are sold) or rtx4090"
@@ -37,8 +37,8 @@ EXAMPLES = "24GiB, 24 (GB as cards are sold) or rtx4090"
 
 @dataclass(frozen=True, slots=True)
 class CardSize:
-    """Bytes of one card that a run can have; its kind, where that was named; what was understood, where it is not
-    plain."""
+    """The size of a card that a user has named. bytes: what a run can have of it. card: its kind, if the user named
+    one. note: how the text was understood, where that is not obvious."""
 
     bytes: int
     card: cards.CardKind | None = None
@@ -46,7 +46,7 @@ class CardSize:
 
 
 def card_size(text: str) -> CardSize:
-    """Raises ValueError: it is neither a size nor a known card, or several cards; with what may have been meant."""
+    """The size of the card that the text names. Raises ValueError if it names none, or several."""
     plain = text.strip()
     if sold := cards.sold_as(int(plain)) if plain.isdecimal() and len(plain) < 4 else ():
         least = min(card.free for card in sold)
@@ -67,14 +67,17 @@ def card_size(text: str) -> CardSize:
         raise ValueError(f"must be a card or its size, for example {EXAMPLES}, got {plain[:40]!r}{meant}") from None
 
 
-# The cards that a run is planned for: those that this machine has, or with --assume-gpus others, for checking a
-# configuration elsewhere than it will run.
+# The cards that a run is planned for: those of this machine, or with --assume-gpus the cards of another machine on
+# which the configuration will run.
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """`count` cards on one node, of `size` bytes each that a run can have; `note`: what a user should know of them;
-    `kind`: of those that are assumed by their name."""
+    """The cards of one node.
+
+    count: number of cards. size: bytes of each card that a run can have. assumed: whether they come from --assume-gpus.
+    note: a line for the user. kind: the kind of card, if --assume-gpus names one.
+    """
 
     count: int
     size: int
@@ -84,7 +87,7 @@ class Cards:
 
 
 def cards_of(text: str) -> Cards:
-    """`h100`, `80GiB` or `2x24GiB`. Raises WrongInput."""
+    """The cards that --assume-gpus names, such as `h100`, `80GiB` or `2x24GiB`. Raises WrongInput."""
     match = re.fullmatch(r"(?:([1-9][0-9]{0,2})x)?(.+)", text, flags=re.ASCII | re.DOTALL)
     try:
         if match is None:
@@ -96,13 +99,13 @@ def cards_of(text: str) -> Cards:
 
 
 def cards_wanted(config: RunConfig) -> int:
-    """How many cards the run takes, together."""
+    """Number of cards that the run takes."""
     return int(sum(bundle.get("GPU", 0) for bundle in pack(roles(config)).bundles))
 
 
 def cards_present(config: RunConfig) -> Cards | None:
-    """The cards that processes of this machine see; None without one. Their size is what is free on the one that has
-    least of those that the run gets, which are the first: a display or another process may have the rest."""
+    """The cards that processes of this machine see; None if there are none. The run gets the first cards, and the size
+    is the least that is free on one of these: a display or another process may use the rest."""
     cards = visible_cards()
     if not cards:
         return None
@@ -114,10 +117,10 @@ def cards_present(config: RunConfig) -> Cards | None:
 
 
 def size_for(config: RunConfig, cards: Cards | None) -> int | None:
-    """Bytes of the card that the run is planned for, where both roles are on cards; else None.
+    """Bytes of the card that the run is planned for, or None unless both roles are on cards.
 
-    Raises WrongInput if memory.device is more than the cards have; if no role is on the cards that are assumed; or
-    if the size is not known, since the cards of a cluster that is joined are on other machines.
+    Raises WrongInput if memory.device is more than the cards have, if cards are assumed but no role uses a card, or if
+    the size is unknown, since the cards of a joined cluster are on other machines.
     """
     gpus, device = config.cluster.gpus, config.memory.device
     if cards is not None and cards.assumed and gpus.generator == 0 and gpus.learner == 0:
@@ -141,13 +144,14 @@ def size_for(config: RunConfig, cards: Cards | None) -> int | None:
     return None if cards is None else cards.size
 
 
-# What a run's settings ask of the memory planner, as values of cluster.memory.plan.
+# The settings of a run as the planner's arguments, Workload and Wish of cluster.memory.plan.
 
-MOST_SEQUENCES = 256  # decoded at once; vLLM captures CUDA graphs of up to twice as many tokens, at most 512
+MOST_SEQUENCES = 256  # most that a generator decodes at once: vLLM captures CUDA graphs for twice as many, at most 512
 
 
 def sequence_counts(config: RunConfig) -> list[int]:
-    """What rollout.max_num_seqs may be, the preferred first: each sequence costs the logits of its next token."""
+    """The values that the plan may choose for rollout.max_num_seqs, the preferred first. Each sequence needs memory for
+    the logits of its next token."""
     if config.rollout.max_num_seqs != "auto" or config.cluster.gpus.generator == 0:
         return [config.rollout.sequences]
     most = min(max(config.under_way, DEFAULT_SEQUENCES), MOST_SEQUENCES)
@@ -160,7 +164,7 @@ def layouts(config: RunConfig) -> tuple[Layout, ...]:
 
 
 def workload(config: RunConfig, sequences: int) -> Workload:
-    """sequences: decoded at once by a generator."""
+    """The workload of the run. sequences: number that a generator decodes at once."""
     rollout = config.rollout
     return Workload(
         generations=rollout.num_generations,
@@ -170,25 +174,25 @@ def workload(config: RunConfig, sequences: int) -> Workload:
         adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
         generators=_generators_a_card(config),
         shards=config.cluster.shards,
-        learners=config.cluster.learners if config.cluster.gpus.learner == 0 else 1,  # as of generators
+        learners=config.cluster.learners if config.cluster.gpus.learner == 0 else 1,  # a card holds one
         groups=config.learner.groups_per_step,
     )
 
 
 def policy_bytes(config: RunConfig, shape: Shape) -> int:
-    """Of a policy on its way to the generators."""
+    """Bytes of a policy on its way to the generators."""
     wish = wish_of(config, layouts(config))
     b = units.DTYPE_BYTES[wish.dtype]
     return pushed_bytes(shape, wish.mode, wish.push, wish.targets, b) or b * shape.lora_params(wish.rank, wish.targets)
 
 
 def stored_bytes(config: RunConfig, policy: int) -> int:
-    """What of a policy of that many bytes lies in the object store, where all processes are on one machine."""
+    """Bytes of the object store that a policy of so many bytes takes, where all processes are on one machine."""
     return 0 if config.weights_stay else policy
 
 
 def _generators_a_card(config: RunConfig) -> int:
-    """The most that one card is to hold; on a CPU, where all share one memory, all of them."""
+    """The most generators that one card holds; on a CPU, where all share one memory, the number of all generators."""
     if config.cluster.gpus.generator == 0:
         return config.rollout.workers
     bundle_of = pack(roles(config)).bundle_of
@@ -196,7 +200,7 @@ def _generators_a_card(config: RunConfig) -> int:
 
 
 def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
-    """What the settings fix, and what they leave to the planner."""
+    """The planner's Wish: what the settings fix, and what they leave to the planner. layouts: those to choose from."""
     model, learner, lies, kv = config.model, config.learner, config.arrangement, config.rollout.kv_cache
     targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
     names = LINEAR if targets == "all-linear" else {name.rpartition(".")[2] for name in targets}
@@ -227,7 +231,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
 
 
 def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
-    """Of the reference's adapter, where it is not the bare base, counted as the policy's; and of reward models."""
+    """LoRA ranks of the frozen adapters: the reference's, if any, counted as the policy's, and the reward models'."""
     model, lora = config.model, config.learner.mode == "lora"
     reference = lora and (model.adapter is not None or model.reference is not None)
     own = config.learner.lora.rank
@@ -235,28 +239,28 @@ def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
 
 
 def _value_rank(config: RunConfig) -> int:
-    """Of PPO's value."""
+    """LoRA rank of PPO's value model; 0 without one."""
     learner = config.learner
     return 0 if learner.algorithm == "grpo" else _adapter_rank(learner.value.start, learner.lora.rank)
 
 
 def _adapter_rank(folder: str | None, own: int) -> int:
-    """Of the adapter with a scalar head in the folder, if that can be read (learner.driver.preflight says what is wrong
-    with it); otherwise the policy's own."""
+    """LoRA rank of the adapter with a scalar head in the folder. Without a folder, or where it cannot be read, which
+    learner.driver.preflight reports, the policy's rank `own`."""
     try:
         return own if folder is None else read_scored(folder, "")["r"]
     except WrongInput:
         return own
 
 
-# The `memory` settings of a run -> the budgets that its processes are held to, and beside them what was measured.
+# The budgets that the processes of a run are held to.
 #
-# Settled before any process starts; a run that cannot fit is refused with what to change. The plan's choices do not
-# change what is learned (gradients depend neither on the token budget nor on recomputation), so a run may be resumed
-# under another plan.
+# They are settled before any process starts, and a run that cannot fit is refused with what to change. The plan's
+# choices do not change what is learned (gradients depend neither on the token budget nor on recomputation), so a run
+# may be resumed under another plan.
 
 NO_LIMIT = 2**60
-PUSH_RATE = 50e6  # bytes a second of a policy that is pushed, at the least: copied, hashed twice, loaded layer by layer
+PUSH_RATE = 50e6  # bytes a second, at least, at which a policy is pushed: copied, hashed twice, loaded layer by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +268,14 @@ class Budgets:
     """The settled budgets of a run's processes.
 
     Attributes:
-        learner: the configuration with everything settled that the plan settles.
-        kv_cache: bytes of each generator.
-        sequences: most that a generator decodes at once.
-        learner_bytes: most that the learner's allocator may hold, without the CUDA context; None: no limit.
-        policy_bytes: of a policy on its way to the generators, as far as that is known before there is one.
-        arrangement: how the roles lie on the hardware, `auto` being what the plan has chosen.
-        plan: what was planned, by role and part; None for an architecture that the memory model does not know.
-        note: one line for the user.
+        learner: the `learner` settings, with the plan's checkpointing and token budget in place of `auto`.
+        kv_cache: bytes of each generator's KV cache.
+        sequences: most sequences that a generator decodes at once.
+        learner_bytes: most bytes that the learner's allocator may hold, without the CUDA context; None: no limit.
+        policy_bytes: bytes of a policy on its way to the generators, as planned; 0 if no plan was made.
+        arrangement: how the roles lie on the hardware, with the plan's choice in place of `auto`.
+        plan: planned bytes by role and part; None for an architecture that the memory model does not know.
+        note: a line for the user.
     """
 
     learner: LearnerConfig
@@ -289,7 +293,7 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
 
     Args:
         model: the content of the model's config.json.
-        card: bytes of the card that both roles are on; taken where memory.device is null.
+        card: bytes of the card that the run is planned for; used where memory.device is null.
 
     Raises:
         WrongInput: the message names the settings to change.
@@ -320,13 +324,14 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
 
 
 def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | Misfit:
-    """What fits, and the sequences that a generator decodes at once: of those that may be, the number of which most
-    find room in the KV cache, and fewer if their logits leave the learner what spares it work.
+    """The plan that fits a card of `device` bytes, and the number of sequences that a generator decodes at once. Of the
+    possible numbers it takes the one with which the KV cache holds most sequences; of equal ones, the one whose logits
+    leave the learner room to keep more activations. Misfit if no plan fits.
     """
     wish = wish_of(config, layouts(config))
     best: tuple[Plan, int] | None = None
     for count in sequence_counts(config):
-        if best is not None and count <= best[0].sequences:  # no fewer sequences find more room
+        if best is not None and count <= best[0].sequences:  # a smaller number cannot beat what the best plan holds
             break
         found = plan(shape, device, workload(config, count), wish)
         if isinstance(found, Plan) and (best is None or _preference(found) > _preference(best[0])):
@@ -338,7 +343,8 @@ def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | 
 
 
 def _preference(found: Plan) -> tuple[int, int, int]:
-    """Sequences that find room; then activations that are kept, and not computed twice; then tokens at once."""
+    """Sort key of plans: sequences in the KV cache, then bytes of activations that are kept instead of computed twice,
+    then tokens of a micro-batch."""
     return found.sequences, found.learner["activations"], found.token_budget
 
 
@@ -348,7 +354,7 @@ def _learner(config: RunConfig, found: Plan) -> str:
 
 
 def _beyond(config: RunConfig, found: Plan) -> str:
-    """All roles of a CPU, where they are of one machine, against its memory."""
+    """A clause for the user if a run on this machine's CPU is planned to take more than its memory, else ''."""
     cluster = config.cluster
     if cluster.gpus.generator > 0 or cluster.gpus.learner > 0 or joins(cluster.address):
         return ""
@@ -357,7 +363,7 @@ def _beyond(config: RunConfig, found: Plan) -> str:
 
 
 def _waiting(cached: int, asked: int) -> str:
-    """A generator that holds fewer sequences than could be decoded at once is slower than it might be."""
+    """A clause for the user if the KV cache holds fewer sequences than are asked for at once, so that some wait."""
     if cached >= asked:
         return ""
     return f"; {asked} are generated at once: those that find no room wait, unless they end early"
@@ -376,8 +382,8 @@ def _unplanned(config: RunConfig, reason: str) -> Budgets:
 
 
 def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
-    """Without a card that both roles are on: the settings as they stand; what they will take is planned all the same,
-    to be compared with."""
+    """The budgets where no size is known to plan for: the settings stand, and no limit is applied. What they will take
+    is planned all the same, for comparison with what is measured."""
     learner, kv = config.learner, config.rollout.kv_cache
     cuda = config.cluster.gpus.learner > 0
     chosen = {
@@ -419,14 +425,15 @@ def _check_cache(config: RunConfig, found: Plan) -> None:
 
 
 def _learner_cap(config: RunConfig, found: Plan) -> int:
-    """All that the generators leave, since only the learner's need grows with the batch."""
+    """Most bytes that the learner's allocator may hold: all that the generators leave, since only the learner's need
+    grows with the batch."""
     others = config.arrangement.planned(found.layout).beside(found)
     return (round(USABLE * found.device_bytes) - others) // found.learners - found.learner["context"]
 
 
 def settled(config: RunConfig, budgets: Budgets) -> RunConfig:
-    """The configuration with the plan's rollout.max_num_seqs, by which generators and evaluation go, and with the
-    seconds that the bytes of a policy take on their way."""
+    """The configuration with the plan's rollout.max_num_seqs, which generators and evaluation follow, and with a
+    deadline for pushes that grows with the bytes of a policy."""
     deadlines = config.cluster.deadlines
     patient = deadlines.model_copy(update={"push": deadlines.push + budgets.policy_bytes / PUSH_RATE})
     updates = {
@@ -436,17 +443,17 @@ def settled(config: RunConfig, budgets: Budgets) -> RunConfig:
     return config.model_copy(update=updates)
 
 
-# plan.json of a run: what was planned, and beside it what was measured.
+# plan.json of a run: planned bytes beside measured ones.
 
 log = logging.getLogger("learner")
 
-WARN_AT = 0.9  # of a generator's room
-NOT_COUNTED = ("context", "fragmentation")  # of a generator on a card: the peak that it tells is of its tensors
+WARN_AT = 0.9  # share of a generator's room
+NOT_COUNTED = ("context", "fragmentation")  # parts that a generator's peak on a card leaves out: it counts tensors only
 METRICS = {"learner": "memory/learner_peak", "generator": "memory/generator_peak"}
 
 
 class PlanFile:
-    """plan.json of a run: the plan, and beside each role's number what was measured. Rewritten as peaks grow."""
+    """plan.json of a run: the plan, and the measured peak of each role. The file is rewritten when a peak grows."""
 
     def __init__(self, folder: Path, budgets: Budgets) -> None:
         self._file = folder / "plan.json"
@@ -497,4 +504,4 @@ class PlanFile:
         partial = self._file.with_suffix(".partial")
         with writing(partial):
             partial.write_text(json.dumps({**self._settings, **roles}, indent=2))
-            os.replace(partial, self._file)  # others read it meanwhile
+            os.replace(partial, self._file)  # atomic, since other processes may be reading the file

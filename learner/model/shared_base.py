@@ -22,6 +22,8 @@ from rollout.types import Manifest, Quantised
 # transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
 #
 # What is multiplied out is the same to the bit: un-nested scales are what bitsandbytes makes of nested ones each time.
+# So the learner computes with the numbers that the generator serves, whatever type the files have. With a base of its
+# own it quantises what it has cast to model.dtype, and vLLM what is stored.
 
 
 def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesConfig) -> None:

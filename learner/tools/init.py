@@ -40,7 +40,7 @@ CONFIG = """\
 # A run of gleaner, to be started in this folder:
 #   gleaner train --config config.yaml --dry-run     says all that is wrong, and starts nothing
 #   gleaner train --config config.yaml               any key can be set behind it: learner.lora.rank=32
-# gleaner train --keys lists every key; docs/configuration.md says why one would change it.
+# gleaner train --keys lists every key; docs/keys.md says why one would change it.
 name: first-run                  # the run's folder is runs/first-run; each run wants its own
 steps: 20                        # optimizer steps; more while eval/accuracy still rises
 model:

@@ -1,4 +1,7 @@
-"""The pipe of samples, case by case: slots and bytes, overtaking, useless groups, stragglers."""
+"""The pipe of samples, case by case: slots and bytes, overtaking, useless groups, stragglers. Whatever happens to
+the pipe of samples: nothing is lost or doubled, and staleness is bound by arithmetic. The pipe of policies: newest
+wins, and who is late has a name.
+"""
 
 import asyncio
 import itertools
@@ -390,6 +393,26 @@ async def test_a_cancelled_take_gives_back_what_it_held() -> None:
         await waiting
     assert (len(buffer), buffer.bytes, buffer.in_use) == (2, 32, 2)
     assert list(map(position, await taking(buffer, 2, 0))) == [0, 1]
+
+
+async def test_what_a_cancelled_take_gives_back_is_younger_than_a_slow_group_still() -> None:
+    buffer = Buffer(2, 2, max_bytes=2**20, on_drop=print)
+    slow, *quick = [await buffer.admit() for _ in range(3)]
+    for number, slot in enumerate(quick, start=1):
+        await buffer.put(slot, group(number))
+    await taking(buffer, 2, oldest_version=-1)
+    buffer.release(2)
+    for _ in range(3):
+        younger = await buffer.admit()
+    assert (slow.version, younger.version) == (0, 1)
+    await buffer.put(younger, group(3, version=1))
+    waiting = asyncio.create_task(taking(buffer, 2, oldest_version=-1))
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await buffer.put(slow, group(0))
+    assert list(map(position, await taking(buffer, 2, oldest_version=-1))) == [0, 3]
 
 
 async def test_a_stale_group_frees_its_slot_for_its_second_attempt() -> None:

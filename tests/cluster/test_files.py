@@ -1,4 +1,6 @@
-"""Files that others have filled: folders of any depth, and file systems that are full of what."""
+"""Files that others have filled: folders of any depth, and file systems that are full of what. One writer per run
+folder: who comes second is told who is first, and a killed one leaves nothing in the way.
+"""
 
 import errno
 import fcntl

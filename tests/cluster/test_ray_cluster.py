@@ -1,4 +1,6 @@
-"""The folder of a private cluster, and whose folders are swept away."""
+"""The folder of a private cluster, and whose folders are swept away. How large a private cluster's object store is:
+a pure function.
+"""
 
 import os
 import stat

@@ -1,4 +1,6 @@
-"""Built-in reward functions against cases worked out by hand."""
+"""Built-in reward functions against cases worked out by hand. JSON as an answer: its schema and its content, read
+strictly. The reward that math-verify grades, against cases worked out by hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One call: which arguments a reward function gets, and what its return value means."""
+"""One call: which arguments a reward function gets, and what its return value means. Functions that were written for
+verl, OpenRLHF and ms-swift, or for one completion at a time, used as they are.
+"""
 
 import asyncio
 import itertools
@@ -173,14 +175,14 @@ def test_what_a_call_leaves_behind_ends_with_it() -> None:
         (returning(len), {}, False, "makes a function (a factory): call it in your file and name its result"),
         (punishment, {}, False, "makes a function (a factory)"),
         (punishment, {"longest": 3}, False, "then use: file.py:reward"),
-        (lambda completions: 1 / 0, {}, False, "ZeroDivisionError: division by zero (test_reward_call.py, line "),
+        (lambda completions: 1 / 0, {}, False, "ZeroDivisionError: division by zero (test_call.py, line "),
         (lambda completions: exit(), {}, False, "SystemExit"),
-        (broken_text, {}, False, r"ValueError: bad \ud83d (test_reward_call.py"),
+        (broken_text, {}, False, r"ValueError: bad \ud83d (test_call.py"),
         (
             mute,
             {},
             False,
-            "Mute: its text cannot be read, since its __str__ raises KeyboardInterrupt (test_reward_call.py",
+            "Mute: its text cannot be read, since its __str__ raises KeyboardInterrupt (test_call.py",
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Code under its unit tests: what passes, what does not, and what may not be claimed."""
+"""Code under its unit tests: what passes, what does not, and what may not be claimed. Answers that attack who scores
+them: each costs its own reward, with a reason, and nobody else's.
+"""
 
 from __future__ import annotations
 

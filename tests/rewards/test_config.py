@@ -1,4 +1,6 @@
-"""Configuration: strict at the door, unique names, and light to import."""
+"""Configuration: strict at the door, unique names, and light to import. Secrets among arguments are used and never
+shown.
+"""
 
 import subprocess
 import sys

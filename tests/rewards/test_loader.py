@@ -1,4 +1,6 @@
-"""`use` leads to a function, or to a sentence that says what is missing."""
+"""`use` leads to a function, or to a sentence that says what is missing. Reward functions are tried before a run: a
+broken one is one line. Addresses that a client of a reward function would miss are told before a run.
+"""
 
 from __future__ import annotations
 

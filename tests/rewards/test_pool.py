@@ -1,4 +1,7 @@
-"""The pool with real processes: whatever a function does, its group gets a name for it and the next group is scored."""
+"""The pool with real processes: whatever a function does, its group gets a name for it and the next group is scored.
+Calls of asynchronous functions wait at once, and what one of them does is the failure of its own group alone. Calls
+that wait together go to one process in one message, and each group gets the scores that it would get alone.
+"""
 
 import asyncio
 import math

@@ -1,4 +1,6 @@
-"""How the pool's processes end, and that none is left."""
+"""How the pool's processes end, and that none is left. What a reward process may see of the environment and hold in
+memory, with real processes.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,6 @@
-"""The fake must behave as the protocol says, or tests built on it prove nothing."""
+"""The fake must behave as the protocol says, or tests built on it prove nothing. A group that was sampled from
+several policies is handed over once the newest of them is proven.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A lost worker costs what it had in flight, and no worker generates without the newest policy."""
+"""A lost worker costs what it had in flight, and no worker generates without the newest policy. Several workers on
+one Buffer: what a slow or lost one costs the others, and what a late one gets.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def arguments_of(function: Callable[..., Any], name: str) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise WrongInput(f"tool {name}: parameters must be given by name, got {parameter}; name each")
+            written = parameter.replace(annotation=hints.get(parameter.name, parameter.annotation))
+            raise WrongInput(f"tool {name}: parameters must be given by name, got {written}; name each")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[f"argument_{index}"] = (hints.get(parameter.name, Any), Field(default, alias=parameter.name))
     try:

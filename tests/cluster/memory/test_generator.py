@@ -1,4 +1,6 @@
-"""What a generator holds, and what every process on a card pays before its first tensor, by hand."""
+"""What a generator holds, and what every process on a card pays before its first tensor, by hand. One base for both
+roles on a card: what it takes, term by term, in GB; both processes included.
+"""
 
 from __future__ import annotations
 

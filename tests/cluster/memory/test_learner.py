@@ -1,4 +1,6 @@
-"""The memory model's coefficients against the fake run of the step that trains: within 2 % of the learner's peak."""
+"""The memory model's coefficients against the fake run of the step that trains: within 2 % of the learner's peak.
+The memory model of a base in shards: by hand, and that a plan counts it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The planner: what it promises fits, grows with the device, and a misfit says what would make it fit."""
+"""The planner: what it promises fits, grows with the device, and a misfit says what would make it fit. Cards as
+users name them, and what their generation can compute. Main memory of a run on cards: what grows with what.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keys of earlier versions: who writes one is told its new name, and what runs have recorded means what it meant."""
+"""Keys of earlier versions: who writes one is told its new name, and what runs have recorded means what it meant.
+The door: what is right comes through whole, and everything that is wrong is said at once, with its place. The door
+under attack: whatever a file or an override holds, it ends in one sentence.
+"""
 
 import json
 import subprocess

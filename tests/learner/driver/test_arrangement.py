@@ -1,4 +1,6 @@
-"""memory.layout: alternating, in the whole loop: who has the card when, also where a generator is lost."""
+"""memory.layout: alternating, in the whole loop: who has the card when, also where a generator is lost. A generator
+that owns the learner's base is lost, at each point: two bases never lie in memory at once.
+"""
 
 from __future__ import annotations
 

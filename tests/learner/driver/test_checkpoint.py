@@ -1,4 +1,6 @@
-"""A checkpoint is whole or not there, whatever kills the writer, and damage at rest is seen."""
+"""A checkpoint is whole or not there, whatever kills the writer, and damage at rest is seen. What users load is what
+the newest checkpoint holds, whenever the run was killed, and it is there at any moment.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""What a person reads of a run's progress."""
+"""What a person reads of a run's progress. Where the time of a run went: by hand, of a run in one process, and as it
+is told. What reward functions of a run print: kept in its folder, and its first lines said once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The held-out score where a reward function fails, or gives no score."""
+"""The held-out score where a reward function fails, or gives no score. Held-out problems in calls of several: by
+hand, against one problem a call, and with generators that are lost.
+"""
 
 import asyncio
 import math

@@ -1,4 +1,6 @@
-"""Fingerprints change with the content and with nothing else, and no reward function runs for them."""
+"""Fingerprints change with the content and with nothing else, and no reward function runs for them. A checkpoint is
+continued by the run that made it, and by no other without a word: what each refusal says.
+"""
 
 import datetime
 import json

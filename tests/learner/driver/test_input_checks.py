@@ -1,4 +1,7 @@
-"""What is wrong with an environment is said before a run, in one line."""
+"""What is wrong with an environment is said before a run, in one line. A run with a loss of the user's: tried before
+it starts, found wherever it runs, remembered by its checkpoints. A chat template that leaves out what a message says
+is refused, by name, before anything is trained on it.
+"""
 
 from __future__ import annotations
 

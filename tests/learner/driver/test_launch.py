@@ -1,4 +1,8 @@
-"""Composition: what the configuration says reaches sampler, engine and learner, each value where it belongs."""
+"""Composition: what the configuration says reaches sampler, engine and learner, each value where it belongs. The
+watch over reward processes of their own, without Ray: what it does when, and how long it waits. Whole weights that
+stay in the learner's memory, which has room for two: the real loop, between fakes. How long a group may take that
+waits behind others, and who waits as long as that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The whole loop without a model: the real Loop, Producers and pipes, between a fake engine and a fake trainer."""
+"""The whole loop without a model: the real Loop, Producers and pipes, between a fake engine and a fake trainer.
+Probe tokens: of a prompt until something was trained on, then of a batch, for as long as they have more to say. A
+task for a group that has ended: refused, and nothing is left that was never awaited.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""memory: of a run -> budgets: what is asked for stays, what is auto is planned, what cannot be is refused."""
+"""memory: of a run -> budgets: what is asked for stays, what is auto is planned, what cannot be is refused.
+memory.device: null on cards is what is free there; what is known of cards is said, and what cannot be is refused.
+plan.json of a run: what was planned, and what it turned out to take.
+"""
 
 from __future__ import annotations
 
@@ -166,8 +169,8 @@ def test_where_slices_do_not_fit_the_roles_take_turns() -> None:
     assert settle(*asked).arrangement.in_turns  # without limits, too
     assert settle(asked[0], BERT).arrangement.in_turns
     assert not settle(*run()).arrangement.in_turns
-    for settled in (settle(*asked), settle(*run())):
-        assert worker_spec(config, 0, settled).engine.sleeps == settled.arrangement.in_turns
+    for prepared in (settle(*asked), settle(*run())):
+        assert worker_spec(config, 0, prepared).engine.sleeps == prepared.arrangement.in_turns
 
 
 def test_generators_on_a_card_are_counted_as_they_are_placed() -> None:

@@ -1,4 +1,6 @@
-"""The numbers of a batch, by hand."""
+"""The numbers of a batch, by hand. Numbers of trajectories, by hand. The guard stops at the right step, with a
+reason that says what to do. What is said of steps from which little or nothing can be learned, by hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A process that is asked to end, by whatever and whenever: each request in its place, and none that costs the step."""
+"""A process that is asked to end, by whatever and whenever: each request in its place, and none that costs the step.
+A call that cannot work says why: somebody else's packages on PYTHONPATH, a running event loop, a script without a
+guard. A process whose standard streams are closed, or lose who reads them, and what is left of its words.
+"""
 
 from __future__ import annotations
 

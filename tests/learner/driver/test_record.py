@@ -1,4 +1,6 @@
-"""What a resumed run keeps of the record of its steps."""
+"""What a resumed run keeps of the record of its steps. What is said of idle times, by hand. What a run saves is what
+it goes on from and what it publishes, wherever it was cut off, wherever its parts are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a node of a cluster has and lacks. On real nodes: tests/nodes."""
+"""What a node of a cluster has and lacks. On real nodes: tests/nodes. model.revision: every reader of the base gets
+the commit that was asked for, from a cache that holds two.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Adapters of models with experts and with fused layers: what is adapted, and under which names."""
+"""Adapters of models with experts and with fused layers: what is adapted, and under which names. The weights of a
+checkpoint that are kept in several types.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""MLPs and rotary embeddings on a card's operators: whose they become, and that gradients stay what they were.
-
-Stand-ins for Liger's kernels with their signatures, which overwrite what the real ones overwrite; those run in
-tests/kernels/test_liger.py, by the same models.
+"""MLPs and rotary embeddings on a card's operators: whose they become, and that gradients stay what they were. The
+fused RMSNorm against its formula in float64, what it keeps, and which norms it takes the place of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The tiled logprob operation against log_softmax."""
+"""The tiled logprob operation against log_softmax. The learner's logits are the model's own; what no setting of a
+config names is found by trying, in every type.
+"""
 
 from __future__ import annotations
 

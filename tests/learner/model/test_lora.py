@@ -1,4 +1,6 @@
-"""Fused LoRA layers against PEFT's own in float64: values, gradients, what is kept, and who computes what when."""
+"""Fused LoRA layers against PEFT's own in float64: values, gradients, what is kept, and who computes what when.
+model.adapter: what contradicts the settings is refused by name, by its file alone; what is left open follows it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The reference of a model that is trained as a whole: the textbook's KL, whatever happened to the policy meanwhile."""
+"""The reference of a model that is trained as a whole: the textbook's KL, whatever happened to the policy meanwhile.
+Adapters with a scalar head beside the policy's, against PEFT's sequence classification.
+"""
 
 from __future__ import annotations
 

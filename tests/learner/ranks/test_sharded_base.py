@@ -1,4 +1,6 @@
-"""A whole model that is trained in shards, over real processes: what one rank computes, and checkpoints of it."""
+"""A whole model that is trained in shards, over real processes: what one rank computes, and checkpoints of it. A
+base in shards over real processes: the bits of a whole base, whatever the model and the settings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every command that reads weights refuses, by name, those that are not whole, and starts and writes nothing."""
+"""Every command that reads weights refuses, by name, those that are not whole, and starts and writes nothing. Run
+folders of others: whatever lies in them, each command ends soon, with a page or with one sentence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""gleaner eval: its numbers by hand and against counting, its generators without Ray, what it refuses."""
+"""gleaner eval: its numbers by hand and against counting, its generators without Ray, what it refuses. What a person
+sees of an evaluation that goes on.
+"""
 
 from __future__ import annotations
 

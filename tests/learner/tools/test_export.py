@@ -1,4 +1,7 @@
-"""gleaner export: what it writes is what was learned, and a fault of it is noticed."""
+"""gleaner export: what it writes is what was learned, and a fault of it is noticed. gleaner export --push-to: what
+goes to a hub, when, and what a hub that will not have it costs. Each thing that an export is refused for, by itself.
+What gleaner export refuses, in one sentence each, and that nothing is left behind.
+"""
 
 from __future__ import annotations
 

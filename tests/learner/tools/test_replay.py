@@ -1,5 +1,6 @@
 """gleaner replay: the recorded steps again, from the beginning and from a checkpoint; what differs is found at its
-step. That a whole run of Ray and vLLM comes out the same is tests/flow/test_run.py's.
+step. That a whole run of Ray and vLLM comes out the same is tests/flow/test_run.py's. Where a metric broke: found at
+its step, and not where there is only noise or learning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`gleaner report`: whole and broken run folders, and what a page holds."""
+"""`gleaner report`: whole and broken run folders, and what a page holds. `gleaner report --live`: a run that is
+served while it goes on, and to whom.
+"""
 
 import base64
 import hashlib

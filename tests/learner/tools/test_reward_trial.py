@@ -1,4 +1,6 @@
-"""`gleaner rewards try` on data: what reward functions say to reference answers, to nothing, and to what is given."""
+"""`gleaner rewards try` on data: what reward functions say to reference answers, to nothing, and to what is given.
+`gleaner rewards try`: saved rollouts scored with another reward, as training would score them.
+"""
 
 import json
 import os

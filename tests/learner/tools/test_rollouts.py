@@ -1,4 +1,6 @@
-"""gleaner rollouts show: what is chosen, and that nothing a model wrote reaches the terminal as a command."""
+"""gleaner rollouts show: what is chosen, and that nothing a model wrote reaches the terminal as a command. gleaner
+init: what it writes is a run that can start, and it overwrites nothing.
+"""
 
 from __future__ import annotations
 

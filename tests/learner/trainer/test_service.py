@@ -1,4 +1,7 @@
-"""Reward models on the policy's base, against transformers' sequence classification with PEFT, one row at a time."""
+"""Reward models on the policy's base, against transformers' sequence classification with PEFT, one row at a time.
+What the learner says a generator must hold is what is in the payload, as an engine computes with it. Work on a base
+that may be away: it waits for it, and other work does not wait for it.
+"""
 
 from __future__ import annotations
 

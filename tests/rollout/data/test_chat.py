@@ -1,4 +1,6 @@
-"""The chat template is applied once and exactly; what cannot work is refused with a next step."""
+"""The chat template is applied once and exactly; what cannot work is refused with a next step. What ends a
+completion: which strings are tokens, and which are text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Without a network, one quick try; with one, or where the hub is not needed, nothing changes."""
+"""Without a network, one quick try; with one, or where the hub is not needed, nothing changes. The tensors of a
+model's or adapter's files are those of its config, and finite numbers. Nothing is loaded.
+"""
 
 from __future__ import annotations
 

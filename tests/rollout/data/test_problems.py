@@ -1,4 +1,8 @@
-"""Problems from every source, tokenised once, in an order that depends on seed and epoch and on nothing else."""
+"""Problems from every source, tokenised once, in an order that depends on seed and epoch and on nothing else.
+Problems without a text of their own: an environment says what the model is asked. What is known of prompts before
+each is tokenised: never other than what tokenising all of them says. The data ledger: whatever is lost, dropped,
+saved and restored, each position is consumed exactly once.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""Files and folders of this machine: every shape of data that people have, and every way in which it is broken."""
+"""Files and folders of this machine: every shape of data that people have, and every way in which it is broken.
+Which problems are held out of training, and what is said where they cannot be.
+"""
 
 import bz2
 import csv

@@ -1,4 +1,7 @@
-"""TRL's environment classes: what TRL's trainer would do with them."""
+"""TRL's environment classes: what TRL's trainer would do with them. TRL's rollout functions: what they return must
+be what was recorded. SkyRL-Gym's and OpenEnv's environments, by classes and a server of their signatures. Our border
+with verifiers, whose place a small package takes: what we ask, what comes back, and how it all ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every attempt at a call is either read or answered with what was wrong."""
+"""Every attempt at a call is either read or answered with what was wrong. A parser is chosen because it reads back
+what the template writes; an attempt at a call is never plain text.
+"""
 
 import json
 import re

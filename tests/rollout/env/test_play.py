@@ -1,4 +1,6 @@
-"""A trajectory token by token: a policy that samples what it is told, and an environment of a few lines."""
+"""A trajectory token by token: a policy that samples what it is told, and an environment of a few lines. Programs in
+their processes: what they ask for is chained on this side, token by token.
+"""
 
 from __future__ import annotations
 

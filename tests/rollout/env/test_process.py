@@ -1,4 +1,7 @@
-"""Environments in processes of their own: every way to break one has a name, and leaves nothing behind."""
+"""Environments in processes of their own: every way to break one has a name, and leaves nothing behind. An
+environment's code, loaded once by the process that all of them are forked from. What an environment may answer,
+before it leaves its process. The environment of docs/environments.md, as it stands there.
+"""
 
 from __future__ import annotations
 

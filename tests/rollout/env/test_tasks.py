@@ -1,4 +1,4 @@
-"""The guessing game by hand."""
+"""The guessing game by hand. A second try, by hand. The calculator: exact, bounded, and an answer to anything."""
 
 from __future__ import annotations
 

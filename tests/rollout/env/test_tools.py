@@ -1,4 +1,6 @@
-"""Whatever a call does, the policy is told in the order of its calls, and it is counted."""
+"""Whatever a call does, the policy is told in the order of its calls, and it is counted. What a model is told of a
+tool is what its check takes.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +190,7 @@ async def test_the_first_failure_of_each_kind_is_for_the_log_with_its_place() ->
     seen = await step(*(ToolCall("misbehave", {"how": how}) for how in ("what", "how", "stop", "object")))
     assert list(seen.warnings) == ["misbehave: KeyError", "misbehave: RuntimeError"]
     told = seen.warnings["misbehave: KeyError"]
-    wanted = r"env: the tool misbehave raised KeyError: 'what' \(test_python_tools.py, line \d+\); .* counts it"
+    wanted = r"env: the tool misbehave raised KeyError: 'what' \(test_tools.py, line \d+\); .* counts it"
     assert re.fullmatch(wanted, told)
     assert (await step()).warnings == {}
 

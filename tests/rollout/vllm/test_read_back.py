@@ -1,4 +1,6 @@
-"""What vLLM computes with, read back: bit for bit what was sent, and not what was not."""
+"""What vLLM computes with, read back: bit for bit what was sent, and not what was not. One model over two processes:
+what it holds, samples and scores is what one process does.
+"""
 
 from __future__ import annotations
 
