@@ -288,8 +288,7 @@ class Chat:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end the policy's turn: the model's end tokens, and the token with which the chat template
-        ends turns, if that is another."""
+        """The ids that end the policy's turn: the model's end tokens, and that of the chat template if it differs."""
         token = self._turn_end.token
         return self._model_stops if token is None else (*self._model_stops, self._added[token])
 
@@ -312,8 +311,7 @@ class Chat:
         return turn_end(template, {self.decode([one], special=True) for one in self._model_stops}, self._added)
 
     def notes(self, stop: Sequence[str]) -> tuple[str, ...]:
-        """What a user should know about prompts and the ends of turns, one line each. To be called after the prompts
-        were rendered. stop: rollout.stop."""
+        """Lines for the user about prompts and ends of turns, once prompts were rendered. stop: rollout.stop."""
         told = []
         if (token := self._turn_end.token) is not None:
             told.append(
@@ -385,10 +383,8 @@ class Chat:
         return turn_marks(self.observations, [name for name in self._added if name != self.tokenizer.bos_token])
 
     def converse(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
-        """The ids [P] of a conversation with an environment, with the opening of the assistant's turn.
-
-        Unlike `render`, text in a message makes no special token, unless it is rollout.data.ordinary_text.OwnText.
-        """
+        """The ids [P] of a conversation with an environment, as `render` gives them; but text in a message makes no
+        special token, unless it is rollout.data.ordinary_text.OwnText."""
         if not self.has_template:
             return self.render(messages, tools)[1]
         try:
@@ -432,11 +428,9 @@ class Chat:
         return lru_cache(maxsize=1024)(lambda ids: opening_at_end(self.decode(ids, special=True)))
 
     def _open_ended(self, ids: Sequence[int], said: str) -> Sequence[int]:
-        """The ids of a prompt without stop tokens at its end, behind which the policy would not answer.
-
-        said: the last text in the prompt. Raises ChatError if a stop token is part of that text, or ends the user's
-        turn in a template that does not open the assistant's.
-        """
+        """The ids of a prompt without stop tokens at its end, behind which the policy would not answer. said: the last
+        text in the prompt. Raises ChatError if a stop token is part of that text, or ends the user's turn in a template
+        that does not open the assistant's."""
         size = len(ids)
         while size and ids[size - 1] in self._ends:
             size -= 1
@@ -484,10 +478,8 @@ class Chat:
             raise ChatError(f"model.path: the model's chat template {wrong}; correct it, or give another model")
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """(ids that end a completion: the stop tokens, and the special tokens among `strings`; the other strings).
-
-        strings: rollout.stop. Raises ChatError for a string that could never end a completion.
-        """
+        """(ids that end a completion: stop_ids and the special tokens among `strings`; the other strings). strings:
+        rollout.stop. Raises ChatError for a string that could never end a completion."""
         try:
             ids, others = split(self.tokenizer, strings)
         except WrongInput as error:
@@ -495,11 +487,8 @@ class Chat:
         return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of token ids [T], exactly as it was generated.
-
-        Special tokens and the stop token at the end are left out unless `special`, which is for the models that mark
-        tool calls with special tokens.
-        """
+        """The text of token ids [T], exactly as it was generated. Special tokens and a stop token at the end are left
+        out unless `special`, since several models mark tool calls with special tokens."""
         if not special and len(ids) and ids[-1] == self._silent_stop:
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -507,8 +496,7 @@ class Chat:
 
     @cached_property
     def _silent_stop(self) -> int | None:
-        """The token with which the chat template ends turns, if it is none of the model's end tokens. The tokenizer may
-        not know it as special, so `decode` leaves it out."""
+        """A stop token that only the chat template has; `decode` leaves it out, since it may not be special."""
         token = self._turn_end.token
         return None if token is None else self._added[token]
 
