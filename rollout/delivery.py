@@ -97,7 +97,7 @@ class Evidence:
 
 
 def _compare(gone: npt.NDArray[np.floating], way: npt.NDArray[np.float64], off: Logprobs) -> tuple[float, float] | None:
-    """(the engine's movement as a share of the learner's, the learner's movement in nats), each a mean over tokens.
+    """Returns (the engine's movement as a share of the learner's, the learner's movement, a mean over tokens in nats).
 
     gone, way: [N-1] change of the engine's and of the learner's logprobs between two versions. off: [N-1] how far they
     differed at the earlier version. None if the learner moved too little to tell.

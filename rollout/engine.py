@@ -31,7 +31,7 @@ class NoAdapter(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine needs to start. The values are final: "auto" of the configuration is resolved before.
+    """The settings from which an engine starts. The values are final: "auto" of the configuration is resolved before.
 
     Attributes:
         model: folder, hub name or name@revision of the base model.
@@ -178,7 +178,7 @@ class Engine(Protocol):
         ...
 
     async def share_base(self) -> Manifest:
-        """How another process maps the weights of the base model. Each process needs a Manifest of its own.
+        """Describes how another process maps the base model's weights. Each process needs a Manifest of its own.
 
         Raises EngineError (also if the engine was not started with shares_base), EngineDied.
         """

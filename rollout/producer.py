@@ -69,7 +69,7 @@ class PolicyFeed:
         self.receipt: Receipt | None = None
         self.answer: Answer | None = None
         self.evidence = Evidence()
-        self._held = self._proven = -1  # newest policy versions that the present process has loaded, is proven to hold
+        self._held = self._proven = -1  # newest version that the process has loaded, and that it is proven to hold
         self.losses = 0
         self._proof = asyncio.Condition()
         worker.supply = Supply(self._leave, self._bring_newest, partial(policy_slot.others, worker.name))

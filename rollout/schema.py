@@ -235,7 +235,7 @@ def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:
 
 
 def group_position(table: pa.Table) -> tuple[int, int]:
-    """(position in the stream, attempt) of the group."""
+    """Returns (position in the stream, attempt) of the group."""
     return int(table.column("position")[0].as_py()), int(table.column("attempt")[0].as_py())
 
 
@@ -319,7 +319,7 @@ class Origin(NamedTuple):
 
 
 def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) -> dict[str, Sequence[Any]]:
-    """Column of the schema -> its G values, for a group of single completions."""
+    """The columns [G] of a group of single completions, without text and rewards."""
     size = len(completions)
     same: dict[str, Any] = {
         "run_id": by.run_id,

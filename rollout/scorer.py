@@ -93,7 +93,7 @@ class Room:
 
 
 class Scorer(Protocol):
-    """What scores a worker's groups: rewards.pool.RewardPool beside the engine, or SharedScorer."""
+    """Scores a worker's groups. rewards.pool.RewardPool, beside the engine, and SharedScorer implement it."""
 
     async def score(self, group: Group) -> Scores:
         """See RewardPool.score."""

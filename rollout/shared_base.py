@@ -30,7 +30,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # byte
 
 
 def digests_of_pieces(pieces: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name of each tensor -> its digest."""
+    """The digest of each tensor, by name."""
     return {name: digest_of_piece(piece) for name, piece in pieces.items()}
 
 
@@ -90,7 +90,7 @@ def _rounded(size: int) -> int:
 
 
 def map_file(manifest: Manifest) -> dict[str, Tensor]:
-    """Name of each piece -> a read-only tensor [elements] on the shared memory.
+    """A read-only tensor [elements] on the shared memory for each piece, by name.
 
     Raises WrongInput if the owner or its file is gone, or may not be opened.
     """
@@ -132,7 +132,7 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Name of each tensor -> its handle. Each process needs handles of its own: torch counts one consumer for each.
+    """The handle of each tensor, by name. Each process needs handles of its own: torch counts one consumer for each.
 
     Raises WrongInput with expandable segments, whose handles need pidfd_getfd, which containers forbid.
     """
@@ -163,7 +163,7 @@ def card_of(device: torch.device) -> str:
 
 
 def map_card(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
-    """Name of each piece -> a tensor [elements] on the card."""
+    """A tensor [elements] on the card for each piece, by name."""
     index = torch.cuda.current_device() if device.index is None else device.index
     found = {}
     for name, piece in manifest.pieces.items():

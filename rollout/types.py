@@ -220,7 +220,7 @@ class Weights:
 
 
 class WeightsInFile(NamedTuple):
-    """Where processes of the learner's machine find whole weights: in a file in memory (rollout.weights).
+    """The place of whole weights in a file in memory, which processes of the learner's machine map (rollout.weights).
 
     version, digest: those of the Weights. machine: cluster.machine.name() in the learner's process. path, inode: of the
     file. offset: byte of the file at which the place of this policy begins. size: bytes of the payload.
@@ -288,7 +288,7 @@ Transport = Literal["cuda_ipc", "shared_file"]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a tensor of the checkpoint lies within one of the engine's parameters.
+    """A tensor of the checkpoint as a strided view of one of the engine's parameters.
 
     Element [i, j, ...] of the tensor is element offset + i * strides[0] + j * strides[1] + ... of the parameter.
     """

@@ -94,7 +94,7 @@ def write(file: Path, sources: Mapping[str, Source], dtype: torch.dtype) -> None
 def _laid_out(
     sources: Mapping[str, Source], dtype: torch.dtype, beside: Mapping[str, Any] | None = None
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """(the bytes before the tensors, name -> where the tensor begins and ends behind these bytes)."""
+    """Returns (the bytes before the tensors, where each tensor begins and ends behind these bytes, by name)."""
     entries: dict[str, Any] = dict(beside or {})
     places: dict[str, tuple[int, int]] = {}
     end = 0
@@ -108,7 +108,7 @@ def _laid_out(
 
 
 def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
-    """(name -> dtype, shape and data_offsets; the byte at which the tensors begin).
+    """Returns (dtype, shape and data_offsets of each tensor by name; the byte at which the tensors begin).
 
     Raises struct.error, ValueError or AttributeError for bytes that are not safetensors.
     """
@@ -364,7 +364,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Name -> digest. Large tensors are hashed in threads; no more of them are held than there are threads."""
+    """The digest of each tensor by name. Large tensors are hashed in threads, of which each holds one at a time."""
     threads = min(8, os.cpu_count() or 1)
     found: dict[str, str] = {}
     pending: deque[tuple[str, Future[str]]] = deque()

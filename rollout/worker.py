@@ -37,7 +37,7 @@ Columns = dict[str, Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a generator's process is built from: small, picklable, and without types that need torch or vLLM."""
+    """The settings from which a generator's process is built. They are small, and need neither torch nor vLLM."""
 
     rank: int
     run_id: str
@@ -115,7 +115,7 @@ class RolloutWorker(RolloutService):
         played = await self.trajectories.group(problem, sampling)
         opening = next((one.opening for one in played if one.began), ())
         if opening and not isinstance(problem.messages, str):
-            problem = replace(problem, messages=tuple(dict(one) for one in opening))  # what reward functions are given
+            problem = replace(problem, messages=tuple(dict(one) for one in opening))  # reward functions get these
         return await self._of_trajectories(self._opened(problem, played[0].rows[0].prompt_ids), played, by())
 
     def _opened(self, problem: Problem, prompt_ids: Sequence[int]) -> Problem:

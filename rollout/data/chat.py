@@ -38,7 +38,7 @@ MORE_BYTES = 2**30  # memory that the forked process may take beyond what this p
 
 
 def fails_within(seconds: float, function: Callable[[], object]) -> str:
-    """Runs `function` in a forked process. A clause if it does not end in `seconds` or the process dies, else "".
+    """Runs `function` in a forked process. Returns what is wrong if it does not end in `seconds` or dies, else "".
 
     The result and exceptions of the function are ignored. It must not need threads, since the forked process has none
     of this process's threads.
@@ -147,7 +147,8 @@ def turn_end(observations: Observations, stops: Collection[str], added: Mapping[
 
 
 def turn_marks(observations: Observations, added: Collection[str]) -> re.Pattern[str]:
-    """Matches the added tokens that the template writes around messages; nothing if it refuses the test messages."""
+    """A pattern of the added tokens that the template writes around messages. It matches nothing if the template
+    refuses the test messages."""
     try:
         text = observations.render([USER, SAID, USER])
     except TemplateRefuses:
@@ -211,7 +212,7 @@ NO_TEMPLATE = "this tokenizer has no chat template, or data.chat_template is non
 
 
 class Chat:
-    """How a model writes conversations: its chat template, tokenizer and end tokens.
+    """Writes and reads conversations as one model does, by its chat template, tokenizer and end tokens.
 
     With a chat template, a prompt is a list of messages, rendered up to the opening of the assistant's turn. Without
     one (a base model, or data.chat_template: none), a prompt is plain text: the contents of the system and the user
@@ -346,7 +347,7 @@ class Chat:
         return text_of(self.config).get("max_position_embeddings")
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[Prompt, tuple[int, ...]]:
-        """(the prompt: messages, or plain text without a template; its token ids [P]). Raises ChatError.
+        """Returns (the prompt: messages, or plain text without a template; its token ids [P]). Raises ChatError.
 
         tools: the tools that the policy may call, in the form of rollout.env.protocol.ToolSpec.
         """
@@ -379,7 +380,7 @@ class Chat:
 
     @cached_property
     def _turn_marks(self) -> re.Pattern[str]:
-        """Matches the special tokens that the chat template writes around messages, except the bos token."""
+        """A pattern of the special tokens that the chat template writes around messages, except the bos token."""
         return turn_marks(self.observations, [name for name in self._added if name != self.tokenizer.bos_token])
 
     def converse(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
@@ -478,8 +479,8 @@ class Chat:
             raise ChatError(f"model.path: the model's chat template {wrong}; correct it, or give another model")
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """(ids that end a completion: stop_ids and the special tokens among `strings`; the other strings). strings:
-        rollout.stop. Raises ChatError for a string that could never end a completion."""
+        """Returns (ids that end a completion: stop_ids and the special tokens among `strings`; the other strings).
+        strings: rollout.stop. Raises ChatError for a string that could never end a completion."""
         try:
             ids, others = split(self.tokenizer, strings)
         except WrongInput as error:

@@ -214,7 +214,7 @@ def read_saved(
 
 
 def slice_of(split: str, sizes: Mapping[str, int], names: Names) -> tuple[str, int, int]:
-    """(name, first row, end) of a split in datasets' notation name[from:to], in rows or percent."""
+    """Returns (name, first row, end) of a split in datasets' notation name[from:to], in rows or percent."""
     if split in sizes:
         return split, 0, sizes[split]
     import datasets  # imported here, since the import is slow and slices are rare

@@ -80,7 +80,7 @@ def joined(name: str, revision: str | None) -> str:
 
 
 def split(model: str) -> tuple[str, str | None]:
-    """(name, revision) of a model that `joined` has named."""
+    """Returns (name, revision) of a model that `joined` has named."""
     found = PINNED.fullmatch(model)
     if found is None or (len(model) < LONGEST and Path(model).exists()):
         return model, None
@@ -302,7 +302,7 @@ class Stored:
 
 
 def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | None:
-    """Name -> tensor, for all of a model's weights; None for a hub model whose weights are not in this machine's cache.
+    """All weights of a model by name; None for a hub model whose weights are not in this machine's cache.
 
     Raises WrongInput, which names `key`.
     """
@@ -331,7 +331,7 @@ def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | Non
 
 
 def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
-    """Name -> tensor, for all weights in a PEFT adapter's folder. Raises WrongInput, which names `key`."""
+    """All weights in a PEFT adapter's folder by name. Raises WrongInput, which names `key`."""
     file = Path(folder).expanduser() / WEIGHTS_FILE
     if not file.is_file():
         raise WrongInput(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
@@ -339,7 +339,7 @@ def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
 
 
 def header(file: Path, key: str) -> dict[str, Stored]:
-    """Name -> tensor of a safetensors file, if header and size are right. Raises WrongInput, which names `key`."""
+    """All tensors of a safetensors file by name. Raises WrongInput, which names `key`, if header or size are wrong."""
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -468,7 +468,7 @@ def _segments(name: str, one: Stored) -> Iterator[tuple[str, Stored, int, int]]:
 
 
 def _looked_at(segment: tuple[str, Stored, int, int]) -> tuple[str, bool]:
-    """(the tensor's name, whether this segment holds a number that is not finite)."""
+    """Returns (the tensor's name, whether this segment holds a number that is not finite)."""
     name, one, begin, end = segment
     width, exponent = EXPONENTS[one.dtype]
     piece = bytearray(PIECE)

@@ -243,7 +243,7 @@ def _with_ids(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _first(text: str, tokens: Mapping[str, int]) -> tuple[int, str] | None:
-    """(index, text) of the first of these tokens in a text; of two that begin there, of the longer one."""
+    """Returns (index, text) of the first of these tokens in a text; of two that begin there, of the longer one."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     if not places:
         return None
@@ -275,7 +275,7 @@ PLAIN, FIELD, INLINE = "no thinking", "thinking in a field of its own", "thinkin
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a template does with observations of some roles.
+    """The result of `check`: what a template does with observations of some roles.
 
     Attributes:
         state: "exact": the template writes the same text, with the same ids, behind every turn that was tried.

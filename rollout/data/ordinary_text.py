@@ -183,8 +183,8 @@ class _Twin:
 
 
 def meaningful(tokenizer: Any) -> dict[str, int]:
-    """Name -> id of the added tokens that mean more than their characters: those marked as special, and tokens such as
-    <tool_call> and <think>. Words and spaces that were added to a vocabulary are not among them."""
+    """The ids, by name, of added tokens that mean more than their characters: those marked as special, and tokens such
+    as <tool_call> and <think>. Words and spaces that were added to a vocabulary are not among them."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(tokenizer.chat_template)
 

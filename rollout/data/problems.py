@@ -110,7 +110,7 @@ class Renderer(Protocol):
     """What turns messages into the model's prompt and its token ids: rollout.data.chat.Chat."""
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
-        """(the prompt that the model is given for these messages, its token ids [P])."""
+        """Returns (the prompt that the model is given for these messages, its token ids [P])."""
         ...
 
     def count(self, text: str) -> int:
@@ -240,8 +240,8 @@ class Stock:
             yield from (said["content"] for said in messages)
 
     def marks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(for each place a number that prompts of equal messages share, a number that all prompts of equal token ids
-        share)."""
+        """Returns (for each place a number that prompts of equal messages share, a number that all prompts of equal
+        token ids share)."""
         if self._config.by_environment:  # such problems differ in their columns
             of_columns = [hash(repr(sorted(row.items()))) for row in self._rows]
             found = np.array(of_columns, np.int64)[np.asarray(self._places)]
@@ -286,7 +286,7 @@ class _Bound:
         self._seen.clear()
 
     def of(self, messages: Messages) -> tuple[Kind, int, int]:
-        """(the Kind of a conversation, a number that all of equal token ids share, the most tokens that it can have).
+        """Returns (a conversation's Kind, a number that all with equal token ids share, the most tokens it can have).
 
         The last is at least ENDLESS before `learn`, and where the bound is not sure.
         """
@@ -433,7 +433,7 @@ def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
 def load(
     config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
 ) -> tuple[Problems, list[Problem]]:
-    """(the training problems, the held-out problems for evaluation; none if `eval.every` is 0). Raises WrongInput.
+    """Returns (training problems, held-out problems for evaluation; none if `eval.every` is 0). Raises WrongInput.
 
     Held-out problems come from `eval.path`, or from `eval.split` of `path`. If both are null, a reasoning_gym task
     makes them with another seed; of any other source a seeded choice of a tenth of the distinct prompts, at most
@@ -498,7 +498,7 @@ def _first_of_each(found: Places, before: int = 0) -> npt.NDArray[np.bool_]:
 
 
 def _hold_out(stock: Stock, places: Places, config: DataConfig, seed: int) -> tuple[Places, Places]:
-    """(places of the training prompts, places of the held-out prompts); no held-out prompt occurs in the training.
+    """Returns (places of training prompts, places of held-out prompts). No held-out prompt occurs in the training.
 
     If the source has a single distinct prompt, none is held out; it is an error if the user configured data.eval.
     """

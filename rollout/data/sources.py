@@ -32,7 +32,8 @@ class Pace:
         self._first: tuple[int, float] | None = None  # (pieces done when the clock started, that time)
 
     def late(self, done: int) -> str:
-        """A clause if the work will be late, judged after `done` pieces (at least 1, more at each call); else ""."""
+        """Returns what is wrong if the work will be late, judged after `done` pieces (at least 1, and more at each
+        call); else ""."""
         now = time.monotonic()
         before, begin = self._first = self._first or (done, now)
         spent = now - begin
@@ -75,7 +76,7 @@ def read_data_set(path: str, split: str, args: Mapping[str, Any], size: int | No
     cannot be read."""
     import datasets
 
-    datasets.disable_progress_bars()  # they would fill job logs
+    datasets.disable_progress_bars()  # progress bars would fill job logs
     raw = None if args.get("streaming") else _raw(path, args, names)
     if raw is None:
         return Table(datasets.load_dataset(path, split=split, **args), size)
@@ -157,8 +158,8 @@ def _changed(config: Any, usual: Any, without: Sequence[str]) -> dict[str, Any]:
 
 
 def _downloaded(path: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(path, args), in which the hub's name is replaced by the folder in its cache if the hub is switched off. datasets
-    itself would then use the rows as it converted them when it read them last."""
+    """Returns (path, args), in which the hub's name is replaced by the folder in its cache if the hub is switched off.
+    datasets itself would then use the rows as it converted them when it read them last."""
     if not switched_off() or path in ("json", "csv") or Path(path).exists():
         return path, args
     from huggingface_hub import snapshot_download
@@ -183,8 +184,8 @@ def _rows(raw: _Raw, split: str, names: Names) -> Packed | list[Row]:
 
 
 def _files(raw: _Raw, split: str) -> Iterator[tuple[Path, str, str]]:
-    """(place on this machine, packing, name) of each file of a split. All splits are downloaded, so that later runs can
-    read any of them without the hub."""
+    """Returns (place on this machine, packing, name) of each file of a split. All splits are downloaded, so that later
+    runs can read any of them without the hub."""
     import datasets
 
     config = datasets.DownloadConfig(token=getattr(raw.builder, "token", None))

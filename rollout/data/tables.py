@@ -390,7 +390,7 @@ class _Kinds:
         ]
 
     def values(self) -> dict[str, Callable[[str], Any]]:
-        """Column -> the function that converts its cells, for Packed.meaning."""
+        """The functions that convert the cells of each column, for Packed.meaning."""
         return {name: _stripped(left[0]) for name, left in self._left.items() if left}
 
 

@@ -46,7 +46,7 @@ PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # layers for multi-token prediction
 
 
 def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> dict[str, Stored] | None:
-    """Name -> tensor of a model's files, after all checks; None for a hub model whose weights are not in the cache.
+    """Returns a model's tensors by name, after all checks; None for a hub model whose weights are not in the cache.
 
     Checked are the files themselves, that all numbers are finite (if `finite`), and for known architectures names and
     shapes. Raises WrongInput with a line for each error, which names `key` and the tensors.
@@ -92,7 +92,7 @@ def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes
 
 
 def _adapted(content: Mapping[str, Any], base: Sizes) -> dict[str, tuple[int, ...]] | None:
-    """PEFT's name -> shape of each weight of a plain LoRA adapter; None if the adapter has layers beyond LINEAR."""
+    """The shapes, by PEFT's names, of a plain LoRA adapter's weights; None if it has layers beyond LINEAR."""
     targets, rank = content.get("target_modules"), content.get("r", 8)
     if not isinstance(targets, list) or not isinstance(rank, int):
         return None
@@ -185,8 +185,8 @@ def check_fit(path: str, key: str = "model.path") -> bool:
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
-    """Name -> shape of every tensor of a model with this config.json, by the names of transformers and vLLM. A head
-    that is tied to the input embedding is left out. None if the architecture is not known here."""
+    """The shapes of all tensors of a model with this config.json, by the names of transformers and vLLM. A head that is
+    tied to the input embedding is left out. None if the architecture is not known here."""
     kind = config.get("model_type")
     try:
         shape = Shape.from_config(config)
@@ -250,7 +250,7 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
         return sentences(path, key, lost, surplus, {}, stored)
     name, revision = split(path)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations
     with torch.device("meta"):
         lm = auto.from_config(config, trust_remote_code=False) if lm is None else lm
     content = {name: torch.empty(one.shape, device="meta", dtype=_type(one)) for name, one in stored.items()}
@@ -272,7 +272,7 @@ def without_table(*, progress: bool = True) -> Iterator[None]:
     them in a sentence. progress: whether transformers may show a progress bar."""
     from transformers.utils import logging as of_transformers
 
-    said: Any = of_transformers  # its functions carry no annotations
+    said: Any = of_transformers  # the module's functions carry no annotations
     hides = not progress and said.is_progress_bar_enabled()
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_no_table)
@@ -291,7 +291,7 @@ def _no_table(record: logging.LogRecord) -> bool:
 
 
 def _other_experts(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """(missing tensors of experts, tensors beyond the number of experts), for files that hold each expert by itself."""
+    """Returns (missing tensors of experts, tensors of surplus experts), for files that hold each expert by itself."""
     text = text_of(config)
     count = max((number for name in EXPERTS if isinstance(number := text.get(name), int)), default=0)
     found = [match for name in stored if (match := EXPERT.fullmatch(name)) and count > 0]

@@ -343,7 +343,7 @@ MOST_IDS_BYTES = 16 * 2**20  # greatest size of a program's request, which holds
 
 
 class Spec(NamedTuple):
-    """What a process needs to make its environment.
+    """The settings from which a process makes its environment.
 
     use, args: env.use and env.args. variables: environment variables that no other process may see. memory: most bytes
     that the process may hold. seconds: time for loading the code.

@@ -43,7 +43,7 @@ START_AGAIN_S = 0.1  # wait between two attempts
 
 
 def spec_of(config: EnvConfig, memory: int = DEFAULT_ENVIRONMENT_MEMORY) -> Spec:
-    """What a process needs to make the environment. memory: most bytes that the process may hold.
+    """The Spec of an environment's process. memory: most bytes that the process may hold.
 
     Raises RewardError if a variable of env.variables is not set, WrongInput if that of an argument `env:NAME` is not.
     """

@@ -74,7 +74,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy sampled in one turn.
+    """A turn of the policy, as it was sampled and read.
 
     Attributes:
         text: the decoded text, without special tokens.
@@ -132,8 +132,8 @@ class Environment(Protocol):
         ...
 
     async def score(self) -> Mapping[str, float]:
-        """Name -> part of the reward. Called when the trajectory has ended in any way but a fault; {} if only turns
-        have rewards."""
+        """Returns the parts of the reward by name; {} if only turns have rewards. Called when the trajectory has ended
+        in any way but a fault."""
         ...
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class Program(Protocol):
     """The program of one trajectory, in a process of its own."""
 
     async def run(self, problem: Problem, seed: int, model: Model) -> Mapping[str, float]:
-        """Plays the whole trajectory with the policy. Returns name -> part of the reward.
+        """Plays the whole trajectory with the policy. Returns the parts of the reward by name.
 
         The first prompt must be the same for all trajectories of a group, which share the seed. An exception ends the
         trajectory with outcome env_error and no reward.

@@ -61,7 +61,7 @@ def rows_of(
     *,
     alone: bool,
 ) -> dict[str, Sequence[Any]]:
-    """Column of rollout.schema -> values, for all rows of the group's trajectories.
+    """All columns of rollout.schema, with the rows of all of the group's trajectories.
 
     The last row of a trajectory holds what concerns all of it (messages, metrics). decode: ids -> text for the column
     `completion`. alone: whether there are no reward functions, only the environments' rewards.
@@ -103,7 +103,7 @@ def rows_of(
 def _rewards(
     trajectories: Sequence[Trajectory], scores: Scores | None, *, alone: bool
 ) -> list[tuple[float | None, str, dict[str, float | None], str | None]]:
-    """(reward, status, parts by name, error message) of each trajectory. Parts from the environment have weight 1."""
+    """Returns (reward, status, parts by name, error message) of each trajectory. Environments' parts have weight 1."""
     found: list[tuple[float | None, str, dict[str, float | None], str | None]] = []
     asked = 0
     for trajectory in trajectories:
@@ -147,7 +147,7 @@ class TrajectoryFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """What a rollout worker needs to play trajectories; "auto" of the configuration is resolved before.
+    """The settings by which a rollout worker plays trajectories; "auto" of the configuration is resolved before.
 
     concurrency: most trajectories at once. seed: of the run. chat_template_kwargs: of data. alone: whether there are no
     reward functions. memory: most bytes that the process of one environment may hold.

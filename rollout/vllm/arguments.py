@@ -83,7 +83,7 @@ def _linear_layers(config: Any) -> list[str]:
 
     from rollout.weights import linear_layers
 
-    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations
     with device("meta"):  # with eager attention, since that which config.json names may not be installed
         lm = auto.from_config(config, attn_implementation="eager")
     return sorted({name.rpartition(".")[2] for name in linear_layers(lm)})

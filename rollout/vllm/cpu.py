@@ -255,7 +255,7 @@ def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
     slices, rank = len(a_parts), len(a_parts[0])
     apart = slices * rank > _PACKED_COLUMNS and all(len(b) % _PACKED_OUTPUTS == 0 for b in b_parts)
     of_one_product = 1 if apart else slices
-    in_blocks: Any = torch.block_diag  # carries no annotations
+    in_blocks: Any = torch.block_diag  # the function carries no annotations
     matrices = []
     for start in range(0, slices, of_one_product):
         a = torch.cat(a_parts[start : start + of_one_product])

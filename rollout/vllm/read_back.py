@@ -297,7 +297,7 @@ def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
 
 
 def _keys_by_module(model: Any, keys: frozenset[str]) -> dict[str, dict[bool, str]]:
-    """vLLM's name of a module, before fusion -> whether the tensor is A (else B) -> PEFT's name of the tensor."""
+    """Maps vLLM's name of a module before fusion to {True: PEFT's name of its A, False: PEFT's name of its B}."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     found: dict[str, dict[bool, str]] = {}

@@ -51,7 +51,7 @@ _STATES, _OFFSETS = "bnb_quant_state", "bnb_shard_offsets"
 def quantised_of(
     parameters: Mapping[str, Any], views: Mapping[str, View]
 ) -> tuple[dict[str, Quantised], dict[str, str]]:
-    """(name in the checkpoint -> format of a matrix in 4 bits, name -> why a matrix in 4 bits cannot be mapped).
+    """Returns (the formats of matrices in 4 bits, the reasons why others cannot be mapped), by name in the checkpoint.
 
     parameters: vLLM's name of a parameter -> the parameter. Scales get the names that bitsandbytes uses in files.
     """
@@ -129,7 +129,7 @@ class _Places:
         self._found.setdefault(storage._cdata, []).append((start, start + tensor.nbytes, name))
 
     def find(self, tensor: Tensor) -> tuple[str, int] | None:
-        """(name of the tensor of which this one is a part, offset in elements within it); None if there is none."""
+        """Returns (name of the tensor of which this one is a part, offset in elements); None if there is none."""
         at, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
         for start, end, name in self._found.get(tensor.untyped_storage()._cdata, ()):
             if start <= at < end:
@@ -177,7 +177,7 @@ class ViewRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by.copies.setdefault(parameter, []).append(Copy(found[1], tuple(target.shape), *strides))
 
     def views(self) -> tuple[dict[str, View], dict[str, str]]:
-        """(name of a tensor -> its view, name of a tensor without view -> the reason)."""
+        """Returns (the view of each tensor, the reason why a tensor has none), by name."""
         found: dict[str, View] = {}
         refused: dict[str, str] = {}
         for name, source in self._sources.items():
@@ -202,7 +202,7 @@ def _view_of(source: _Source) -> View:
 
 
 def affine(shape: tuple[int, ...], strides: tuple[int, ...], copies: Sequence[Copy]) -> tuple[int, tuple[int, ...]]:
-    """(offset, strides), in elements, at which these copies have put a tensor into the parameter.
+    """Returns (offset, strides), in elements, at which these copies have put a tensor into the parameter.
 
     shape, strides: of the tensor. Raises ValueError if no offset and strides are right for every element.
     """
@@ -231,7 +231,7 @@ def affine(shape: tuple[int, ...], strides: tuple[int, ...], copies: Sequence[Co
 
 
 def _index(position: int, sizes: dict[int, int]) -> dict[int, int]:
-    """Stride of a dimension -> index along this dimension of the element at a position of a tensor."""
+    """Maps the stride of each dimension to the index along it of the element at a position of a tensor."""
     found = {}
     for stride in sorted(sizes, reverse=True):
         found[stride], position = divmod(position, stride)
@@ -252,7 +252,7 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, View], dict[str, str]]:
-    """(name of a tensor -> its view, name of a tensor without view -> the reason), as ViewRecorder.views gives them.
+    """Returns (the view of each tensor, the reason why a tensor has none), by name; see ViewRecorder.views.
 
     stored: name of a tensor in the checkpoint -> its shape. To be called in a process of its own, since vLLM keeps the
     process groups that it makes.
@@ -452,7 +452,7 @@ def _manifest(worker: Any) -> Manifest:
 
 
 def _held(model: Any, recorded: Recorded) -> dict[str, Tensor]:
-    """Name of each piece -> the tensor with which the model computes now."""
+    """The tensors with which the model computes now, by the names of the pieces."""
     # LoRA wraps layers, so that their parameters are one module further down.
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
     held: dict[str, Tensor] = {name: parameter.data for name, parameter in parameters.items()}
