@@ -26,7 +26,7 @@ import numpy.typing as npt
 from cluster.actor import Shared
 from rollout.types import Held, PolicyId, SentPolicy
 
-# Whether an engine's logprobs of the probe tokens follow the learner's from policy version to policy version.
+# Evidence tests whether an engine's logprobs of the probe tokens follow the learner's from version to version.
 #
 # An engine that is stuck at one policy gives the same logprobs for ever. Comparing two versions of one engine cancels
 # what always sets engine and learner apart (kernels, 16 bits, an fp8 cache). It does not cancel rounding, since both
@@ -110,11 +110,11 @@ def _compare(gone: npt.NDArray[np.floating], way: npt.NDArray[np.float64], off: 
     return float(along[rest].mean()) / length, length
 
 
-# Greatest difference of learner and generator on the probe, in nats, by dtype. float32: the greatest over tokens (5e-5
-# was measured). Others: the rms over tokens without the one that differs most, which in 16 bits says nothing. Over
-# 19,536 correct answers to the demo's probes in bfloat16 (adapters, merged and whole weights) the rms was 0.10 at most
-# and 0.03 in the median; 568 of them differed by more than 0.5 at a token. With float16 it was 0.006 at most, with an
-# fp8 KV cache 0.36. A deeper model may differ by more.
+# The greatest difference, in nats, that learner and generator may have on the probe, by dtype. For float32 it is that
+# of any token (5e-5 was measured). For the others it is the rms over tokens without the one that differs most, which in
+# 16 bits says nothing. Over 19,536 correct answers to the demo's probes in bfloat16 (adapters, merged and whole
+# weights) the rms was 0.10 at most and 0.03 in the median; 568 of them differed by more than 0.5 at a token. With
+# float16 it was 0.006 at most, with an fp8 KV cache 0.36. A deeper model may differ by more.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.025, "fp8": 0.8}
 
 

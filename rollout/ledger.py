@@ -21,7 +21,7 @@ MOST = 2**32  # greatest size of a step's rows in memory, bytes
 TEXT = "BYTE_ARRAY"
 NEW_IN_4 = ("logged",)
 NEW_IN_3 = ("reward_error", *NEW_IN_4)
-NEW_IN_2 = ("loss_mask", "turns", "messages", "env_metrics")  # in version 1, reward_parts was a map besides
+NEW_IN_2 = ("loss_mask", "turns", "messages", "env_metrics")  # version 1 also had reward_parts as a map
 SINCE = {
     b"1": (*NEW_IN_2, *NEW_IN_3),
     b"2": NEW_IN_3,

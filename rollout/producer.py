@@ -46,8 +46,6 @@ from rollout.schema import Problem
 from rollout.service import RolloutService
 from rollout.types import Sampling
 
-# Policies for one worker.
-#
 # PolicyFeed waits for a newer policy, delivers it to the worker, and acknowledges it by the digest of the bytes that
 # the worker loaded. Then it proves by the engine's tensors and by a probe that the worker generates with the policy.
 #
@@ -371,8 +369,8 @@ class SupervisedWorker:
                 log.warning("%s; the other generators go on, and it is tried again", late)
 
 
-# Lost groups of one problem after which the run ends. A problem that kills its generator takes the groups beside it
-# along, so a single loss does not prove that the problem is to blame.
+# The run ends when more groups of one problem than this were lost. A generator that dies loses all groups that it was
+# generating, so a single loss does not prove that the problem is to blame.
 MAX_LOSSES = 5
 
 

@@ -280,7 +280,7 @@ class Held(NamedTuple):
     unread: tuple[str, ...] = ()
 
 
-# A generator's base model as the learner can map it: where each tensor of the checkpoint lies in the engine's memory.
+# A Manifest tells the learner where each tensor of the checkpoint lies in the memory of a generator's engine.
 # rollout.shared_base maps that memory, on a card by CUDA IPC and on a CPU by a shared file.
 
 Transport = Literal["cuda_ipc", "shared_file"]

@@ -107,7 +107,8 @@ def _variables(tokenizer: Any) -> set[str]:
 # How a chat template ends the policy's turn, which is found by rendering conversations.
 #
 # The end of a turn need not be an end token of the model. The usual case is a base model with ChatML: its end token is
-# <|endoftext|>, its template ends turns with <|im_end|>, and every completion would go on to the length limit.
+# <|endoftext|>, its template ends turns with <|im_end|>. If that were no stop token, every completion would go on to
+# the length limit.
 
 ASKED = {"role": "user", "content": "askedQ7x"}
 SAID = {"role": "assistant", "content": MARKER}
@@ -425,7 +426,7 @@ class Chat:
 
     @cached_property
     def _opening(self) -> Callable[[tuple[int, ...]], str]:
-        """Last ids of a prompt -> the opening tag. It is cached, since most prompts of a template have the same end."""
+        """Finds the opening tag at the end of ids, with a cache, since most prompts of a template end alike."""
         return lru_cache(maxsize=1024)(lambda ids: opening_at_end(self.decode(ids, special=True)))
 
     def _open_ended(self, ids: Sequence[int], said: str) -> Sequence[int]:

@@ -31,14 +31,13 @@ from rollout.data.sources import Pace
 from rollout.data.tables import Row
 from rollout.schema import Problem
 
-# Which positions were issued, are done, or must be issued again.
-#
-# The state is a low-water mark and the set of positions done above it. It is saved with the weights in each checkpoint,
-# so that a run which is resumed from checkpoints trains on each problem exactly once.
-
 
 class Cursor:
-    """Hands out positions of the stream in order, and lost ones again. low: every position below it is done."""
+    """Hands out positions of the stream in order, and lost positions again.
+
+    The state is a low-water mark, `low`, below which every position is done, and the set of positions done above it. It
+    is saved with the weights in each checkpoint, so that a run which is resumed trains on each problem exactly once.
+    """
 
     def __init__(self) -> None:
         self.restore(0, ())
@@ -107,7 +106,7 @@ Kind = tuple[tuple[str, bool], ...]
 
 
 class Renderer(Protocol):
-    """What turns messages into the model's prompt and its token ids: rollout.data.chat.Chat."""
+    """Turns messages into the model's prompt and its token ids. rollout.data.chat.Chat implements it."""
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
         """Returns (the prompt that the model is given for these messages, its token ids [P])."""
@@ -264,7 +263,7 @@ class _Bound:
         self._chat, self.sure = chat, True
         self._words = _Words()
         self._frames: dict[Kind, int] = {}
-        self._systems: dict[str, tuple[bool, int]] = {}  # system message -> whether it has words, its most tokens
+        self._systems: dict[str, tuple[bool, int]] = {}  # system message -> whether it has words, and its most tokens
         self._seen: list[tuple[Messages, int]] = []
         self._learned = False
 

@@ -31,7 +31,7 @@ from rollout.schema import Origin, Problem, facts_of
 from rollout.scorer import Scorer, side_by_side
 from rollout.types import Completion, EngineError, Sampling, seed_of
 
-# From trajectories to columns of rollout.schema, with the rewards of environments and of reward functions.
+# Trajectories become columns of rollout.schema, with the rewards of environments and of reward functions.
 
 
 async def scored(

@@ -82,8 +82,8 @@ def state_of(parameters: Mapping[str, Any], view: View) -> Any:
     return None
 
 
-# Where an engine puts each tensor of a checkpoint. It is found by watching the engine load, so that no table of
-# architectures is needed.
+# ViewRecorder finds where an engine puts each tensor of a checkpoint by watching the engine load it, so that no table
+# of architectures is needed.
 #
 # An engine fuses, splits and pads tensors while it loads, always by copies from a tensor of the checkpoint into a
 # parameter. If all copies of a tensor follow one affine rule, the tensor is a strided view of the parameter; otherwise
