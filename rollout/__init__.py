@@ -1,4 +1,4 @@
-"""Producers: problems in, groups of scored completions out, as Arrow tables."""
+"""The rollout side of a run: generates groups of completions for problems, and has reward functions score them."""
 
 from typing import TYPE_CHECKING, Any
 

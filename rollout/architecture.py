@@ -1,31 +1,34 @@
-"""What a config.json says about an architecture. Generators and learner both ask here; nothing is loaded."""
+"""Tells from a model's config.json whether and how it can be trained and served, for generators and learner alike.
+
+Nothing of the model but its config.json is read.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import WrongInput
 
-# Names that vLLM and transformers share. In a model with experts only these layers are adapted: vLLM has no LoRA for
-# experts on a CPU, and PEFT gives their fused gate and up projection twice the rank of the others.
+# Names that vLLM and transformers share. In a model with experts only these layers get adapters: vLLM has no LoRA for
+# experts on a CPU, and PEFT gives the experts' fused gate and up projection twice the rank of other layers.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
-CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes of causal language models
-VOCABULARY = 64  # vLLM pads embeddings to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE)
-NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # as vLLM has it (config/model.py)
-STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "linear_attn", "lru_")  # starts of settings of layers with a state
-STATES_ON_CPU = ("nemotron_h",)  # whose layers with a state vLLM has kernels of for a CPU: Mamba-2's
-TRANSPOSED = ("gpt2", "openai-gpt")  # layers of these are Conv1D, not nn.Linear
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # how names of classes of causal language models end
+VOCABULARY = 64  # vLLM pads embeddings to a multiple of this number (DEFAULT_VOCAB_PADDING_SIZE)
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # model types that vLLM refuses in float16 (config/model.py)
+STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "linear_attn", "lru_")  # prefixes of settings for layers' states
+STATES_ON_CPU = ("nemotron_h",)  # model types with Mamba-2, for whose layers with a state vLLM has CPU kernels
+TRANSPOSED = ("gpt2", "openai-gpt")  # model types whose layers are Conv1D, not nn.Linear
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings for text; a model with several kinds of input keeps them in text_config."""
+    """The settings for text, which a model with several kinds of input keeps in text_config."""
     text: Mapping[str, Any] = config.get("text_config") or {}
     return {**config, **text}
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether feed-forward blocks are mixtures of experts."""
+    """Whether the model's feed-forward blocks are mixtures of experts."""
     text = text_of(config)
     return any((text.get(name) or 0) > 1 for name in EXPERTS)
 
@@ -34,7 +37,7 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
     """Raises WrongInput if a model with this config.json cannot be trained here.
 
     Args:
-        lora: an adapter is trained; else the whole model.
+        lora: whether an adapter is trained, and not the whole model.
     """
     kind = config.get("model_type")
     others = [name.removesuffix("_config") for name in OTHER_INPUTS if config.get(name)]
@@ -74,8 +77,8 @@ def check_unquantised(config: Mapping[str, Any], path: str) -> None:
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
-    """Whether layers carry a state along: Mamba, linear attention, convolutions. A hybrid family may have models all of
-    whose layers are attention's (granite-4.0-micro)."""
+    """Whether some layers carry a state along: Mamba, linear attention, convolutions. A model of a hybrid family may
+    have attention layers only (granite-4.0-micro)."""
     text = text_of(config)
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and kinds and all(str(kind).endswith("attention") for kind in kinds):
@@ -84,8 +87,8 @@ def has_states(config: Mapping[str, Any]) -> bool:
 
 
 def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
-    """Raises WrongInput if a CPU does not generate with the model: vLLM lacks kernels there of most layers with
-    a state."""
+    """Raises WrongInput if vLLM cannot generate with the model on a CPU, where it lacks kernels for most layers with a
+    state."""
     if has_states(config) and text_of(config).get("model_type") not in STATES_ON_CPU:
         raise WrongInput(
             f"model.path: {path} (model_type {config.get('model_type')}) has layers that carry a state along (Mamba, "
@@ -95,7 +98,7 @@ def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
 
 
 def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
-    """Raises WrongInput if vLLM does not compute the model in this type."""
+    """Raises WrongInput if vLLM does not compute the model in this dtype."""
     kind = config.get("model_type")
     if dtype == "float16" and kind in NO_FLOAT16:
         raise WrongInput(
@@ -105,7 +108,7 @@ def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
 
 
 def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
-    """Raises WrongInput if the model cannot be spread evenly over so many processes, whole heads in each."""
+    """Raises WrongInput if the model cannot be divided evenly among `shards` processes, with whole heads in each."""
     text = text_of(config)
     heads = text.get("num_attention_heads") or text.get("n_head")
     counts = {
@@ -124,13 +127,13 @@ def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
 
 
 def check_length(config: Mapping[str, Any], path: str, tokens: int) -> None:
-    """Raises WrongInput if sampler and learner would rotate positions by different factors.
+    """Raises WrongInput if generator and learner would rotate positions by different factors.
 
-    longrope has two sets of factors: beyond original_max_position_embeddings vLLM takes the long ones for every request
-    of an engine, transformers for the long rows alone.
+    longrope has two sets of factors. If max_model_len exceeds original_max_position_embeddings, vLLM uses the long
+    factors for every request of an engine; transformers uses them for long rows only.
 
     Args:
-        tokens: of the longest prompt with the longest completion.
+        tokens: how many tokens the longest prompt with the longest completion has.
     """
     text = text_of(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

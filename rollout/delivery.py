@@ -1,16 +1,16 @@
-"""Proof that a generator holds the policy it was sent. Silent non-delivery is the costliest bug of this field: an
-adapter that never reaches the sampler looks like staleness.
+"""Proves that a generator computes with the policy that the learner sent. Silent non-delivery is the costliest bug of
+this field: a run whose adapter never reaches the sampler looks like a run with stale samples.
 
-Three checks, each of which finds what those before it let pass:
+There are three checks, each of which finds faults that the ones before it miss:
 
-    digest      of the bytes that arrived (check_digest): a transport that corrupts or mixes up policies.
-    tensors     read back from what the engine computes with, bit for bit (Push.check_held): a load that did nothing,
-    in
-                part, or into another slot; a copy that was not renewed. Of an adapter all of it, so any step that
-                changes one bit is seen; of whole weights some columns of each matrix (rollout.weights).
-    logprobs    of probe tokens, against the learner's: another base model, prompt cache or kernel gone wrong
-                (Push.check_logprobs, as far as the compute type is exact); and, whatever the engine says about its
-                tensors, logprobs that do not follow the learner's from version to version.
+    digest      check_digest compares the digest of the bytes that arrived. It finds a transport that corrupts policies
+                or confuses them.
+    tensors     Push.check_held compares, bit for bit, tensors read back from the engine. It finds a load that did
+                nothing, only a part, or wrote into another slot, and a copy that was not renewed. Adapters are read
+                back whole, of whole weights some columns of each matrix (rollout.weights).
+    logprobs    Push.check_logprobs compares the logprobs of the probe tokens with the learner's, as closely as the
+                dtype allows. It finds another base model, and a prefix cache or kernel that goes wrong.
+                Push.check_movement finds an engine whose logprobs do not follow the learner's between versions.
 """
 
 from __future__ import annotations
@@ -26,31 +26,35 @@ import numpy.typing as npt
 from cluster.actor import Shared
 from rollout.types import Held, PolicyId, SentPolicy
 
-# Whether an engine's logprobs of the probe tokens follow the learner's from policy version to policy version.
+# Evidence tests whether an engine's logprobs of the probe tokens follow the learner's from version to version.
 #
-# A frozen engine gives the same logprobs for ever. Between two versions of one engine, what always sets it apart from
-# the learner (kernels, 16 bits, an fp8 cache) cancels. Rounding does not: new weights are rounded anew, on both sides.
-# In 16 bits that can be more than a small training step, so of two honest answers one may stand still while the other
-# moves. Hence a pair of versions counts only if the learner's logprobs moved FAR times as far between them as they
-# differed from the engine's at the first: then most of that way is policy, not rounding. A frozen engine falls further
-# behind with each version, until it is found out. How many versions that takes: benchmarks/engine/delivery_power.py.
+# An engine that is stuck at one policy gives the same logprobs for ever. Comparing two versions of one engine cancels
+# what always sets engine and learner apart (kernels, 16 bits, an fp8 cache). It does not cancel rounding, since both
+# sides round the new weights anew. In 16 bits that rounding can exceed a small training step, so the logprobs of a
+# correct engine may stand still while the learner's move. Therefore two versions are compared only if the learner's
+# logprobs moved between them FAR times as far as learner and engine differed at the first of the two: then most of the
+# movement is the policy's. A stuck engine falls further behind with each version, until it is found;
+# benchmarks/engine/delivery_power.py measures after how many.
 #
 # Rounding is uneven: in bfloat16 the two sides' logprobs of a token of the demo's probes differ by 0.01 nats (median),
-# of one token in 2,000, mostly an unlikely one, by 0.5 to 1.7. Squares would let that one decide. So a way is a mean of
-# absolute values, and the token that lowers the engine's share most is left out: no single token stops a run.
+# but for one token in 2,000, mostly an unlikely one, by 0.5 to 1.7. With squared differences that token would decide.
+# So movement is a mean of absolute values, and leaves out the token that lowers the engine's share most.
 
 
 Logprobs = npt.NDArray[np.float32]
 
 FAR = 1.8
-ARRIVED = 1 / 5  # share of the learner's way that an engine which has the policy goes at least; a frozen one goes none
-FEW = 32  # tokens; with fewer a mean says little
-KEPT = 16  # versions, besides the first
+ARRIVED = 1 / 5  # least share of the learner's movement that an engine with the right policy shows; a stuck one shows 0
+FEW = 32  # tokens; a mean over fewer says little
+KEPT = 16  # versions to compare with, besides the first one
 
 
 class Stuck(NamedTuple):
-    """An engine that does not follow. share: the part of the learner's way since version `since` that it went as well;
-    way: the length of that way, a mean over the tokens in nats."""
+    """An engine whose logprobs do not follow the learner's.
+
+    since: the earlier policy version of the comparison. share: the engine's movement since then, as a share of the
+    learner's. way: the learner's movement, nats, a mean over tokens.
+    """
 
     since: int
     share: float
@@ -58,9 +62,9 @@ class Stuck(NamedTuple):
 
 
 class Evidence:
-    """The logprobs of one worker and the learner so far; other probe tokens begin anew.
+    """The logprobs of the probe tokens from one worker and from the learner, for the policy versions so far.
 
-    settled: whether a frozen engine would have been found out by now, on these tokens.
+    settled: whether a stuck engine would have been found by now with the present probe tokens.
     """
 
     def __init__(self) -> None:
@@ -70,8 +74,11 @@ class Evidence:
         self._later: deque[tuple[int, Logprobs, Logprobs]] = deque(maxlen=KEPT)
 
     def add(self, version: int, ids: tuple[int, ...], engine: Logprobs, learner: Logprobs) -> Stuck | None:
-        """Takes both sides' [N-1] logprobs of the N tokens. Returns the version since which the engine has followed the
-        learner least, if that is too little; None if it has followed, or if nothing can be said yet."""
+        """Adds both sides' [N-1] logprobs of the N probe tokens `ids`; other tokens than before start anew.
+
+        Returns the comparison in which the engine followed least, if that is too little; None if the engine followed,
+        or if nothing can be said yet.
+        """
         if ids != self._ids:
             self._ids, self.settled = ids, False
             self._first.clear()
@@ -90,8 +97,11 @@ class Evidence:
 
 
 def _compare(gone: npt.NDArray[np.floating], way: npt.NDArray[np.float64], off: Logprobs) -> tuple[float, float] | None:
-    """Of `gone`, which the engine's logprobs went where the learner's went `way`: the share and the length of that way.
-    None if that is too short, for an engine that was `off` by so much before."""
+    """Returns (the engine's movement as a share of the learner's, the learner's movement, a mean over tokens in nats).
+
+    gone, way: [N-1] change of the engine's and of the learner's logprobs between two versions. off: [N-1] how far they
+    differed at the earlier version. None if the learner moved too little to tell.
+    """
     along = gone * np.sign(way)
     rest = np.argsort(along - ARRIVED * np.abs(way))[1:]
     length = float(np.abs(way[rest]).mean())
@@ -100,16 +110,17 @@ def _compare(gone: npt.NDArray[np.floating], way: npt.NDArray[np.float64], off: 
     return float(along[rest].mean()) / length, length
 
 
-# Most nats that learner and generator may differ by on the probe, by compute type. float32: at any token; 5e-5 is
-# measured. The others: rms without the token that differs most, which in 16 bits says nothing. Of
-# 19,536 honest answers to the demo's probes in bfloat16 (adapters, merged and whole weights) that was 0.10 at most, and
-# 0.03 in the median; 568 of them differed by more than 0.5 at a token. float16: 0.006 at most; fp8 KV cache: 0.36. A
-# deeper model may differ by more.
+# The greatest difference, in nats, that learner and generator may have on the probe, by dtype. For float32 it is that
+# of any token (5e-5 was measured). For the others it is the rms over tokens without the one that differs most, which in
+# 16 bits says nothing. Over 19,536 correct answers to the demo's probes in bfloat16 (adapters, merged and whole
+# weights) the rms was 0.10 at most and 0.03 in the median; 568 of them differed by more than 0.5 at a token. With
+# float16 it was 0.006 at most, with an fp8 KV cache 0.36. A deeper model may differ by more.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.025, "fp8": 0.8}
 
 
 def difference(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32], dtype: str) -> float:
-    """Of two sides' logprobs of the same tokens, to be compared with TOLERANCE; not finite if a logprob is not."""
+    """How far two sides' logprobs [N-1] of the same tokens differ, to be compared with TOLERANCE, in nats. The result
+    is not finite if a logprob is not."""
     apart = np.sort(np.abs(found - expected))
     if dtype == "float32" or not np.isfinite(apart[-1]):
         return float(apart[-1])
@@ -117,10 +128,9 @@ def difference(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]
 
 
 class Receipt(NamedTuple):
-    """A generator's answer to a policy that it was sent.
+    """A generator's answer when it has loaded a policy.
 
-    digest: of the bytes it loaded. load_s: seconds that it took. peak_memory: as of
-    Engine.peak_memory.
+    digest: of the bytes that it loaded. load_s: seconds that the loading took. peak_memory: see Engine.peak_memory.
     """
 
     digest: str
@@ -129,7 +139,7 @@ class Receipt(NamedTuple):
 
 
 def check_digest(policy: PolicyId | SentPolicy, worker: str, digest: str) -> None:
-    """RuntimeError if the worker loaded other bytes than were sent."""
+    """Raises RuntimeError if the worker loaded other bytes than were sent."""
     if digest != policy.digest:
         raise RuntimeError(
             f"{worker}: policy v{policy.version} arrived with digest {digest[:12]}, sent was "
@@ -138,10 +148,10 @@ def check_digest(policy: PolicyId | SentPolicy, worker: str, digest: str) -> Non
 
 
 class Answer(NamedTuple):
-    """The answer of learner or generator to the probe, under the newest policy.
+    """The answer of the learner or of a generator to the probe, under the newest policy.
 
-    logprobs: [N-1] nats of the N probe tokens, temperature 1. held: digests of the tensors that it computes with; in
-    the learner's answer, of those that a generator must hold. seconds: that the answer took.
+    logprobs: [N-1] nats of the N probe tokens, at temperature 1. held: in a generator's answer the digests of the
+    tensors that it computes with, in the learner's those that a generator must have. seconds: time the answer took.
     """
 
     logprobs: npt.NDArray[np.float32]
@@ -151,8 +161,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Push:
-    """An adapter (weights with learner.push merged or learner.mode full) on its way from the learner to all generators.
-    `expected`: the learner's answer to the N tokens probe_ids, which it works out while the policy travels."""
+    """A policy on its way from the learner to all generators, with what is needed to prove its arrival.
+
+    policy: handle of the adapter, or of weights with learner.push merged or learner.mode full. probe_ids: N tokens.
+    expected: the learner's answer to the probe, which it computes while the policy is sent. dtype: key of TOLERANCE.
+    """
 
     policy: Shared[SentPolicy]
     policy_id: PolicyId
@@ -161,16 +174,17 @@ class Push:
     dtype: str
 
     async def verify(self, worker: str, answer: Answer, evidence: Evidence) -> None:
-        """RuntimeError names worker, version, and what differs. `evidence` is the worker's, and grows by this."""
+        """Raises RuntimeError with the worker, the version and what differs. The answer is added to `evidence`, the
+        worker's."""
         expected = await asyncio.shield(self.expected)
         self.check_held(worker, answer.held, expected.held)
         self.check_logprobs(worker, answer.logprobs, expected.logprobs)
         self.check_movement(worker, answer.logprobs, expected.logprobs, evidence)
 
     def check_held(self, worker: str, found: Held, expected: Held) -> None:
-        """RuntimeError unless the engine computes with the very tensors that were sent, and with no others.
+        """Raises RuntimeError unless the engine computes with the very tensors that were sent, and with no others.
 
-        What it cannot read back (Held.unread) is left to the logprobs.
+        Tensors that cannot be read back (Held.unread) are left to the comparison of logprobs.
         """
         names = expected.tensors.keys()
         wrong = {name for name, digest in found.tensors.items() if expected.tensors.get(name) != digest}
@@ -184,7 +198,7 @@ class Push:
             )
 
     def check_logprobs(self, worker: str, found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
-        """RuntimeError if they differ by more than the compute type explains."""
+        """Raises RuntimeError if the logprobs [N-1] differ by more than TOLERANCE."""
         apart = difference(found, expected, self.dtype)
         if not apart <= TOLERANCE[self.dtype]:
             raise RuntimeError(
@@ -200,7 +214,7 @@ class Push:
         expected: npt.NDArray[np.float32],
         evidence: Evidence,
     ) -> None:
-        """RuntimeError if the generator's logprobs do not follow the learner's from version to version."""
+        """Raises RuntimeError if the generator's logprobs do not follow the learner's from version to version."""
         version = self.policy_id.version
         stuck = evidence.add(version, self.probe_ids, found, expected)
         if stuck is not None:

@@ -1,4 +1,8 @@
-"""The engine protocol: what a rollout worker asks of a generator. The values that go to and fro: rollout.types."""
+"""The protocol Engine, which a generator must implement for the rollout worker, and the settings it is started with.
+
+rollout.types defines the values that are passed. rollout.vllm.engine implements the protocol with vLLM, rollout.fakes
+without a model.
+"""
 
 from __future__ import annotations
 
@@ -28,39 +32,41 @@ class NoAdapter(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine needs to start; resolved, no "auto".
+    """The settings from which an engine starts. The values are final: "auto" of the configuration is resolved before.
 
     Attributes:
         model: folder, hub name or name@revision of the base model.
         dtype: "float32", "bfloat16" or "float16", for weights and adapters.
-        max_model_len: prompt and completion together, tokens.
+        max_model_len: most tokens of prompt and completion together.
         kv_cache_bytes: bytes of KV cache per device.
         shards: processes over which the model is spread (tensor parallelism), each with a device of its own.
         max_num_seqs: sequences decoded at once.
-        max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: no
-            adapters, weights are replaced by load_weights.
-        lora_targets: the last part of the names of the layers that an adapter changes; (): of all linear layers but
-            the output embedding.
-        adapter_window: adapter versions resident at once. With in_flight "finish" at least 2: load_adapter waits while
-            all others are in use, and max_staleness + 2 is enough. With "continue" 1.
+        max_lora_rank: highest LoRA rank that will be loaded (rounded up to a rank the engine supports). 0: policies
+            are whole weights (load_weights), no adapters.
+        lora_targets: last parts of the names of the layers that an adapter changes; (): all linear layers but the
+            output embedding.
+        adapter_window: how many adapter versions the engine holds at once. With in_flight "finish" at least 2:
+            load_adapter waits while all others are in use, and max_staleness + 2 is enough. With "continue" 1.
         seed: must differ from worker to worker: two engines with one seed sample the same tokens.
-        base: "none", or "nf4": the linear layers in 4 bits, quantised as the learner quantises them; dtype has 16 bits.
-        kv_cache_dtype: "auto", as dtype, or "fp8" (e4m3, scale 1). On a CPU fp8 needs AVX-512 and heads of 32 k.
+        base: "none", or "nf4": the linear layers are in 4 bits, quantised as the learner quantises them, and dtype must
+            have 16 bits.
+        kv_cache_dtype: "auto" (that of dtype) or "fp8" (e4m3, scale 1). On a CPU fp8 needs AVX-512, and heads whose
+            size is a multiple of 32.
         in_flight: what becomes of running completions when a newer policy is loaded. "finish": they finish under the
             version they began with, and whole weights are loaded only after that. "continue": the newer version
-            samples them from the next step on, with the keys and values that are there (PipelineRL, Piché et al. 2025).
-        stop_ids: tokens that end a completion (finish_reason "stop") and are kept as its last one. The end tokens of
+            samples their tokens from the next step on, and their KV cache is kept (PipelineRL, Piché et al. 2025).
+        stop_ids: tokens that end a completion (finish_reason "stop") and are kept as its last token. The end tokens of
             the model's generation_config.json or config.json do so as well.
-        stop: strings that end a completion. Its last token is the one that completes a string in its text, which is
-            decoded without special tokens.
-        truncates: samplings have top_p, top_k or min_p, or there is a form; and temperature 1 or 0.
-        form: that completions have, StructuredOutputs.form of rollout.config; "": any.
-        sleeps: sleep() will be called; CUDA only.
-        shares_base: share_base() will be called; adapters only, without sleep.
-        room: on CUDA, bytes of the card that must be free before the model is loaded; it waits for them, since those
-            of a lost generator may still be going.
-        gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. Sizes nothing, since
-            kv_cache_bytes is explicit; kept small so that a learner may share the card.
+        stop: strings that end a completion, looked for in its text decoded without special tokens. The last token of
+            the completion is the one that completes the string.
+        truncates: whether samplings may set top_p, top_k or min_p, or a form is given; temperature must be 1 or 0 then.
+        form: what each completion must look like (StructuredOutputs.form of rollout.config); "": no restriction.
+        sleeps: whether sleep() will be called; CUDA only.
+        shares_base: whether share_base() will be called; for adapters only, and without sleeps.
+        room: on CUDA, bytes of the card that must be free before the model is loaded. The engine waits for them, since
+            a lost generator may not have released its memory yet.
+        gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. It sizes nothing, since
+            kv_cache_bytes is explicit, and is small so that a learner may share the card.
 
     Raises:
         ValueError: a field is out of its range.
@@ -122,69 +128,73 @@ class EngineSettings:
 
 
 class Engine(Protocol):
-    """A generator. Safe to call from many tasks of one event loop at once."""
+    """A model that samples completions under the newest policy. Many tasks of one event loop may call it at once."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """sampling.n completions of prompt_ids [P], under the newest adapter at the time of the call; with in_flight
-        "continue", under newer ones from the moment that they are loaded.
+        """Samples sampling.n completions of prompt_ids [P] under the policy that is the newest at the time of the call;
+        with in_flight "continue" under newer policies from the moment they are loaded.
 
         Raises ValueError for a prompt that cannot be served, NoAdapter, EngineError, EngineDied.
         """
         ...
 
     async def load_adapter(self, adapter: Adapter) -> str:
-        """Makes the adapter the newest; returns the digest of the bytes that were loaded.
+        """Makes the adapter the newest policy; returns the digest of the bytes that were loaded.
 
-        Calls that began before go on as EngineSettings.in_flight says. Loading the newest version again is a no-op.
+        Running calls go on as EngineSettings.in_flight says. Loading the newest version again is a no-op.
         Raises AdapterCorrupt, EngineError, EngineDied.
         """
         ...
 
     async def load_weights(self, weights: Weights) -> str:
-        """Replaces the weights that are named; returns the digest of the bytes that were loaded.
+        """Replaces the model's weights by those of the same names; returns the digest of the bytes that were loaded.
 
-        One engine holds one version: with in_flight "finish" it waits until the calls that began before are done, and
-        lets later ones wait. Loading the newest version again is a no-op. Raises AdapterCorrupt, EngineError (also
-        if the engine was started for adapters), EngineError, EngineDied.
+        An engine holds one version of whole weights: with in_flight "finish" the loading waits for running calls to
+        end, and later calls wait for the loading. Loading the newest version again is a no-op. Raises AdapterCorrupt,
+        EngineError (also if the engine was started for adapters), EngineDied.
         """
         ...
 
     async def probe(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """[len - 1] float32, nats: logprob of token i+1 given tokens <= i, newest adapter, temperature 1.
+        """[len - 1] float32, nats: logprob of token i+1 given tokens <= i, under the newest policy, at temperature 1.
 
         Raises ValueError for fewer than 2 tokens or more than fit, NoAdapter, EngineError, EngineDied.
         """
         ...
 
     async def held(self) -> Held:
-        """The newest policy, read back from the tensors that the engine computes with, not from what it was sent.
+        """Digests of the newest policy, read back from the tensors that the engine computes with, not from what it was
+        sent.
 
         Raises NoAdapter, EngineError, EngineDied.
         """
         ...
 
     async def peak_memory(self) -> float:
-        """Most bytes of its process since its start, on CUDA of the allocator. Of several processes: on CUDA of the one
-        that had most, which is a card's; on a CPU of all together. Raises EngineDied, EngineError.
+        """The peak memory of the engine's process since its start, in bytes; on CUDA that of torch's allocator.
+
+        With several shards: on CUDA the peak of the process that had most, since each has a card of its own; on a CPU
+        the sum of all. Raises EngineDied, EngineError.
         """
         ...
 
     async def share_base(self) -> Manifest:
-        """How another process maps the base's weights; for one process, so each wants its own.
+        """Describes how another process maps the base model's weights. Each process needs a Manifest of its own.
 
-        Raises EngineError if the engine was not started with shares_base, EngineDied, EngineError.
+        Raises EngineError (also if the engine was not started with shares_base), EngineDied.
         """
         ...
 
     async def sleep(self) -> None:
-        """Frees the device memory (weights wait in host memory, the KV cache is forgotten) until wake(). Idempotent.
+        """Frees the device memory until wake(): weights move to host memory, the KV cache is dropped. Idempotent.
 
-        Raises EngineError while calls run or if the engine was not started with sleeps, EngineDied, EngineError.
+        Raises EngineError (also while calls run, or if the engine was not started with sleeps), EngineDied.
         """
         ...
 
     async def wake(self) -> None:
-        """Ends sleep(): the newest policy is in force again. Idempotent. Raises EngineDied, EngineError."""
+        """Takes the device memory again and puts the newest policy in force. Idempotent. Raises EngineDied,
+        EngineError."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An engine, a worker and groups without a model: instant and deterministic. For pure-logic tests and simulations."""
+"""Fakes without a model for tests and benchmarks: groups, an engine and a rollout worker, instant and deterministic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollout.types import (
     digest_of,
 )
 
-# Rollout groups without a worker: by default small numbers that tell rows apart. For tests and benchmarks.
+# Groups without a worker. By default they hold small numbers that tell rows apart.
 
 
 def make_problem(position: int, prompt_ids: Sequence[int] = (3, 1, 2)) -> Problem:
@@ -46,7 +46,7 @@ def make_columns(
     rewards: Sequence[float | None] = (1.0, 0.0),
     **changed: Any,
 ) -> dict[str, Sequence[Any]]:
-    """The columns of a group of len(rewards) completions; by default completion j has j + 1 tokens of version 0."""
+    """The columns of a group of len(rewards) completions. By default completion j has j + 1 tokens of version 0."""
     if completions is None:
         completions = [
             Completion(np.arange(t, dtype=np.int32), np.full(t, -0.5, np.float32), "stop", np.zeros(t, np.int32))
@@ -65,33 +65,33 @@ def make_columns(
 
 
 def make_group(position: int = 0, **how: Any) -> pa.Table:
-    """A group as a table; arguments as for make_columns."""
+    """A group as a table. The arguments are those of make_columns."""
     return build_group(make_columns(position, **how))
 
 
-# A generator without a model: instant, deterministic, numpy only. For pure-logic tests and simulations of scale.
+# An engine without a model, on numpy alone.
 
 
 def fake_logits(token: int, policy: int, vocab_size: int) -> NDArray[np.float64]:
-    """[vocab_size] logits of the token after `token` under policy version `policy`; the whole fake model."""
+    """[vocab_size] logits of the token after `token` under policy version `policy`. This is the whole fake model."""
     return np.random.default_rng((policy, token)).standard_normal(vocab_size)
 
 
 def held_by_fake(policy: int) -> Held:
-    """What a fake engine under that policy holds, in place of tensors."""
+    """The answer of a fake engine's held() under that policy: one digest in place of those of tensors."""
     return Held({"policy": digest_of(b"%d" % policy)})
 
 
 class FakeEngine:
-    """An Engine whose completions are a pure function of (prompt, seed, version); seed None counts as 0.
+    """An Engine whose completions are a pure function of (prompt, seed, version). A seed of None counts as 0.
 
     The policy depends on the adapter's version only, not on its bytes.
 
     Args:
-        vocab_size: tokens 0 .. vocab_size - 1.
+        vocab_size: size of the vocabulary; token ids are below it.
         stop_ids: the tokens that end a completion.
-        drop_adapter_at: this version is acknowledged and reported by completions, but the policy before it stays in
-            force: the silent non-delivery that the probe must catch.
+        drop_adapter_at: a version that the engine acknowledges and reports in completions, while the policy before it
+            stays in force: the silent non-delivery that the probe must find.
         delay_s: seconds that generate waits before it answers.
     """
 
@@ -108,8 +108,8 @@ class FakeEngine:
         self._drop_adapter_at = drop_adapter_at
         self._delay_s = delay_s
         self._version: int | None = None
-        self._policy = -1  # -1: the base model, before any adapter took effect
-        self._calls = 0  # of generate that are running
+        self._policy = -1  # -1 is the base model, before any adapter took effect
+        self._calls = 0  # running calls of generate
         self._asleep = False
         self._closed = False
         self._generation = uuid.uuid4().hex
@@ -200,18 +200,18 @@ class FakeEngine:
         return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), finish, versions)
 
     def _logprobs(self, token: int, policy: int, temperature: float) -> NDArray[np.float64]:
-        """[vocab_size] float64 nats; temperature 0 gives those at temperature 1, as the real engine does."""
+        """[vocab_size] float64, nats; for temperature 0 those at temperature 1, as with the real engine."""
         logits = fake_logits(token, policy + 1, self.vocab_size) / (temperature or 1.0)
         shifted = logits - logits.max()
         logprobs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
         return logprobs
 
 
-# A rollout worker without a model: any Engine, no tokenizer, no reward processes. For benchmarks.system.local_run.
-
-
 class FakeWorker(RolloutService):
-    """Its reward is 1 for a completion of an odd number of tokens, else 0; its texts are the numbers of the tokens."""
+    """A rollout worker with any Engine, but without tokenizer and reward processes (benchmarks.system.local_run).
+
+    A completion's reward is 1 if it has an odd number of tokens, else 0. Its text is the ids of its tokens.
+    """
 
     def __init__(self, engine: Engine, rank: int = 0) -> None:
         self.engine, self._rank = engine, rank

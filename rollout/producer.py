@@ -1,16 +1,19 @@
-"""Producer: the near end of one rollout worker, beside the Buffer: keeps it busy.
+"""The driver's side of one rollout worker: keeps it busy with groups, supplies it with policies, replaces its process.
 
-    lane     waits for a slot of the Buffer -> asks the worker for the next group -> puts it
+Producer runs several lanes. Each lane waits for a slot of the Buffer, asks the worker for the next group, waits until
+the policy that sampled the group is proven, and puts the group into the Buffer. Lanes pull work, so a fast worker, or
+a worker that joins late, takes whatever there is to do. cluster.buffer says how long the run waits for a slow or lost
+worker.
 
-Lanes pull: a worker that is fast, or joined late, takes what there is. A group is made by one worker at a time. What
-the run waits for when a worker is slow or lost, and no longer than what: cluster.buffer.
+PolicyFeed delivers each new policy to the worker and proves that the worker generates with it. SupervisedWorker starts
+a fresh process when the worker's process is lost.
 
-A worker that waits for its first policy has no lanes yet and holds no slot. But slots are
-released when every producer has acknowledged the newest policy: while one loads, the others go on with the slots that
-max_staleness leaves them, then wait for it. One whose process is lost is not waited for, unless it is the last.
+A producer starts its lanes after the first policy was delivered, and holds no slot before. Slots are released when
+every producer has acknowledged the newest policy: while one worker loads it, the others go on with the slots that
+max_staleness leaves them, then wait. Nobody waits for a worker whose process is lost, unless no other worker is left.
 
-A lost process loses only the groups it had in flight, and those of a policy that it was not
-proven to have; each is issued again by its position, at once.
+A lost process costs the groups that it was generating, and the groups sampled from a policy that it was not yet proven
+to hold. The position of each such group is issued again at once.
 """
 
 from __future__ import annotations
@@ -43,27 +46,29 @@ from rollout.schema import Problem
 from rollout.service import RolloutService
 from rollout.types import Sampling
 
-# PolicyFeed: supplies one worker with policies, each delivered, then proven.
+# PolicyFeed waits for a newer policy, delivers it to the worker, and acknowledges it by the digest of the bytes that
+# the worker loaded. Then it proves by the engine's tensors and by a probe that the worker generates with the policy.
 #
-#     follow   waits for a newer policy -> delivers it, acknowledged by the digest of what was loaded -> proves
-#              that the worker generates with it: by its engine's tensors and by a probe
-#
-# The probe is one request more among those of the lanes, so generation goes on meanwhile; but no group enters the
-# Buffer before the policy that it was sampled from is proven (proof_of), hence nothing is learned from another.
+# The probe is one more request beside those of the lanes, so generation goes on meanwhile. No group enters the Buffer
+# before the policy that sampled it is proven (proof_of), so the learner never trains on samples of another policy.
 
 log = logging.getLogger("rollout")
 
 
 class PolicyFeed:
-    """The end of PolicySlot at one worker."""
+    """Carries policies from the PolicySlot to one worker.
+
+    receipt: the worker's answer to the newest policy that was delivered. answer: its answer to the newest probe.
+    losses: how many processes of the worker were lost so far.
+    """
 
     def __init__(self, worker: SupervisedWorker, policy_slot: PolicySlot[Push], timeline: Timeline) -> None:
         self.worker, self.policy_slot, self.timeline = worker, policy_slot, timeline
-        self.receipt: Receipt | None = None  # of the newest policy that was delivered
-        self.answer: Answer | None = None  # to the newest probe
+        self.receipt: Receipt | None = None
+        self.answer: Answer | None = None
         self.evidence = Evidence()
-        self._held = self._proven = -1  # versions of policies
-        self.losses = 0  # processes of the worker that were lost
+        self._held = self._proven = -1  # newest version that the process has loaded, and that it is proven to hold
+        self.losses = 0
         self._proof = asyncio.Condition()
         worker.supply = Supply(self._leave, self._bring_newest, partial(policy_slot.others, worker.name))
 
@@ -74,23 +79,23 @@ class PolicyFeed:
         return push
 
     async def follow(self, push: Push) -> None:
-        """Proves the policy that was delivered, then waits for the next, for ever."""
+        """Proves the policy `push`, which was delivered, then delivers and proves each newer one, for ever."""
         while True:
-            if self._held >= push.policy_id.version:  # else it was overwritten before it was read
+            if self._held >= push.policy_id.version:  # else the learner overwrote the policy before the worker read it
                 await self._bring(self.prove, push)
             push = await self.policy_slot.wait_newer(push.policy_id.version)
             await self._bring(self.deliver, push)
 
     async def _bring(self, how: Callable[[Push], Awaitable[object]], push: Push) -> None:
         async def ask() -> None:
-            if self._proven < push.policy_id.version:  # else a fresh process got it, or a newer one
+            if self._proven < push.policy_id.version:  # else a fresh process was already brought this policy or a newer
                 await how(push)
 
         await self.worker.attempt(ask)
 
     async def _leave(self) -> None:
-        """What the lost process held and had proven says nothing of the next one."""
-        if self.policy_slot.version >= 0:  # before the first policy nobody is waited for, nor comes back with it
+        """Forgets what the lost process held and was proven to hold, and has nobody wait for this worker."""
+        if self.policy_slot.version >= 0:  # before the first policy nobody waits for a worker
             await self.policy_slot.leave(self.worker.name)
         async with self._proof:
             self._held = self._proven = -1
@@ -98,7 +103,11 @@ class PolicyFeed:
             self._proof.notify_all()
 
     async def _bring_newest(self) -> None:
-        """A policy that was published meanwhile did not wait for this worker, so the next one is brought, too."""
+        """Delivers the newest policy to a fresh process, and proves it.
+
+        While the process was away nobody waited for this worker, so a newer policy may be published during the
+        delivery; then that one is delivered, too.
+        """
         if self.policy_slot.version < 0:
             return
         newest = self.policy_slot.get()
@@ -108,8 +117,10 @@ class PolicyFeed:
         await self.prove(newest)
 
     async def deliver(self, push: Push) -> bool:
-        """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent. False if the
-        learner has written newer ones in their place, and has published the policy after this one."""
+        """Sends a policy, and acknowledges it when the worker has loaded the very bytes that were sent.
+
+        False if the learner has meanwhile written newer weights over these and published a newer policy.
+        """
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("push", name, version=version):
             receipt = await self.worker.actor.call(
@@ -123,8 +134,10 @@ class PolicyFeed:
         return True
 
     async def prove(self, push: Push) -> None:
-        """Asks the worker which tensors it computes with and what they say of the probe; RuntimeError if that is not
-        the policy that was sent."""
+        """Asks the worker for the digests of the tensors that it computes with and for its logprobs of the probe.
+
+        Raises RuntimeError if they are not those of the policy that was sent.
+        """
         name, version = self.worker.name, push.policy_id.version
         with self.timeline.span("prove", name, concurrent=True, version=version):
             answer = await self.worker.actor.call(RolloutService.probe, self.worker.deadlines.push, push.probe_ids)
@@ -142,8 +155,10 @@ class PolicyFeed:
             self._proof.notify_all()
 
     async def proof_of(self, version: int, losses: int) -> bool:
-        """Waits until that version or a newer one is proven of the process that came after so many losses; False if it
-        is lost first."""
+        """Waits until the worker's process is proven to hold the policy `version` or a newer one.
+
+        losses: the value of self.losses when the process was asked. False if that process is lost before the proof.
+        """
         async with self._proof:
             await self._proof.wait_for(lambda: self._proven >= version or self.losses > losses)
             return self.losses == losses
@@ -153,27 +168,31 @@ class PolicyFeed:
         await self.proof_of(self._held, self.losses)
 
 
-# One rollout worker that is brought back when its process is lost, with the newest policy before anybody asks it.
+# The process of a rollout worker: a lost one is replaced, and the fresh one gets the newest policy before any request.
 
 T = TypeVar("T")
 
-MAX_REVIVALS = 3  # in a row, without one finished group in between: then the fault is not a passing one
+MAX_REVIVALS = 3  # fresh processes in a row without a finished group; if more are needed, the fault is a lasting one
 
 
 class Losses:
-    """How often in a row a worker was lost, and of what."""
+    """Counts how often in a row the process of a worker was lost, and remembers the last cause.
+
+    count: losses since the last finished group.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.count = name, 0
         self._reason: str | None = None
 
     def forget(self) -> None:
-        """It has done something useful since."""
+        """Resets the count, after the worker has finished a group."""
         self.count, self._reason = 0, None
 
     def add(self, error: ActorDied | DeadlineExceeded) -> None:
-        """Counts a loss. Raises RuntimeError after too many, or when the same cause comes twice in a row: a fresh
-        process would end alike."""
+        """Counts a loss. Raises RuntimeError after MAX_REVIVALS fresh processes, or when an actor died of the same
+        cause twice in a row, since another process would die of it too. Raises StartFailed again if an input is
+        wrong."""
         self.count += 1
         if isinstance(error, StartFailed) and error.wrong_input:
             raise error
@@ -188,8 +207,10 @@ class Losses:
 
 
 async def until_started(name: str, start: Callable[[], Awaitable[None]], again: Callable[[], Awaitable[None]]) -> None:
-    """Awaits start(); while the process is lost in it, awaits again(). Raises RuntimeError, StartFailed,
-    DeadlineExceeded."""
+    """Awaits start(); whenever the process is lost in it, awaits again(), which starts a fresh one.
+
+    Raises RuntimeError, StartFailed, DeadlineExceeded.
+    """
     losses = Losses(name)
     while True:
         try:
@@ -200,19 +221,20 @@ async def until_started(name: str, start: Callable[[], Awaitable[None]], again: 
 
 
 async def _nothing() -> None:
-    """For a worker that is not supplied with policies."""
+    """The default of Supply: nobody supplies the worker with policies."""
 
 
 def _no_group() -> None:
-    """For a call whose loss costs nothing but another call."""
+    """The default of `attempt`: no group is lost with the call."""
 
 
 @dataclass(slots=True)
 class Supply:
-    """What supplies a worker with policies.
+    """The callbacks by which a SupervisedWorker tells its PolicyFeed about lost and fresh processes.
 
-    leave: is told that the process is lost. rearm: brings a fresh one the newest policy, if there is one. others:
-    whether another worker is supplied meanwhile.
+    leave: awaited when the process is lost.
+    rearm: awaited when a fresh process is ready; brings it the newest policy, if there is one.
+    others: says whether another worker holds a policy and is not being replaced.
     """
 
     leave: Callable[[], Awaitable[None]] = _nothing
@@ -221,10 +243,11 @@ class Supply:
 
 
 class SupervisedWorker:
-    """The process of one worker through all its lives.
+    """One rollout worker whose process is replaced whenever it dies, or misses a deadline.
 
-    supply: set by who supplies the worker with policies.
-    replacing: what a fresh process is started inside of; set by who must make room for it.
+    supply: set by the PolicyFeed of the worker.
+    replacing: gives the context in which a fresh process is started; set by whoever must make room for that process.
+    restarts: how often a fresh process took the place of a lost one.
     """
 
     def __init__(self, actor: RevivableActor[RolloutService], deadlines: Deadlines) -> None:
@@ -234,23 +257,25 @@ class SupervisedWorker:
         self.replacing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self.restarts = 0
         self._life = 0
-        self._losses = Losses(actor.name)  # since the last finished group
+        self._losses = Losses(actor.name)
         self._revival: asyncio.Task[None] | None = None
 
     @property
     def away(self) -> bool:
-        """Whether its process is lost and no fresh one is ready."""
+        """Whether the process is lost and no fresh process is ready."""
         return self._revival is not None and not self._revival.done()
 
     async def present(self) -> None:
-        """Waits until it is not away. Raises what its replacement failed of meanwhile."""
+        """Waits while the process is being replaced. Raises the error of the replacement if it fails."""
         while self._revival is not None and not self._revival.done():
-            await asyncio.shield(self._revival)  # it goes on if who waits is cancelled
+            await asyncio.shield(self._revival)  # the replacement goes on if the caller is cancelled
 
     async def attempt(self, ask: Callable[[], Awaitable[T]], lost: Callable[[], None] = _no_group) -> T | None:
-        """What `ask` gives; None if the process was lost meanwhile (a fresh one is there when this returns, `lost` was
-        called long before)."""
-        await self.present()  # a fresh process is being given its policy: nothing is asked of it before
+        """The result of `ask`, or None if the process was lost meanwhile.
+
+        lost: called at once when the process is lost. None is returned only when a fresh process is ready.
+        """
+        await self.present()  # nothing is asked of a fresh process before it has its policy
         life = self._life
         try:
             return await ask()
@@ -260,8 +285,11 @@ class SupervisedWorker:
             return None
 
     async def keep(self) -> None:
-        """Replaces the process whenever it is lost, for ever, also while nobody asks anything of it. One that hangs is
-        lost, too: its event loop answers while it generates and while it takes a policy."""
+        """Replaces the process whenever it is lost, for ever, also while nobody asks anything of it.
+
+        A process whose event loop gives no answer counts as lost, since the event loop of a healthy process answers
+        also while it generates or loads a policy.
+        """
         silence_s = self.deadlines.heartbeat / 2
         while True:
             await self.attempt(partial(self.actor.until_ended, silence_s))
@@ -273,7 +301,7 @@ class SupervisedWorker:
             await asyncio.gather(self._revival, return_exceptions=True)
 
     async def certainly(self, method: Callable[[RolloutService], Awaitable[None]]) -> None:
-        """Calls a method that has no arguments and no answer; if the process is lost, once more on a fresh one."""
+        """Calls a method without arguments and result, again on a fresh process whenever the process is lost."""
 
         async def ask() -> bool:
             await self.actor.call(method, self.deadlines.push)
@@ -283,8 +311,8 @@ class SupervisedWorker:
             pass
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        """One group; losses before it are not held against the worker. Raises ActorDied or DeadlineExceeded if the
-        process is lost meanwhile."""
+        """Asks for one group; when it arrives, the count of losses begins anew. Raises ActorDied or DeadlineExceeded if
+        the process is lost meanwhile."""
         return self._finished(
             await self.actor.call(RolloutService.rollout, self.deadlines.group, problem, sampling, attempt)
         )
@@ -292,19 +320,22 @@ class SupervisedWorker:
     async def rollouts(
         self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int
     ) -> pa.Table:
-        """The groups of several problems, of which the last begins once others have ended, `rounds` times; otherwise as
-        `rollout`."""
+        """Asks for the groups of several problems in one call; otherwise as `rollout`.
+
+        rounds: how many times the deadline of one group the call may take, since the worker decodes only some of the
+        problems at once.
+        """
         deadline_s = rounds * self.deadlines.group
         return self._finished(await self.actor.call(RolloutService.rollouts, deadline_s, problems, samplings, attempt))
 
     def _finished(self, group: pa.Table | None) -> pa.Table:
-        if group is None:  # another call was lost just before, and a fresh process got this one
+        if group is None:  # the process was replaced between two calls, and the fresh one has no policy yet
             raise ActorDied(f"{self.name}: its process was replaced before it had a policy")
         self._losses.forget()
         return group
 
     async def _revived(self, life: int, error: ActorDied | DeadlineExceeded) -> None:
-        """Waits for one fresh process for all calls that were lost together; groups that they had are issued again."""
+        """Starts one replacement for all calls that were lost with the same process, and waits for it."""
         if self._life == life and not self.away:
             self._revival = asyncio.create_task(self._revive(error))
         await self.present()
@@ -318,13 +349,14 @@ class SupervisedWorker:
                     await self._replace()
                 await self.supply.rearm()
                 break
-            except (ActorDied, DeadlineExceeded) as again:  # lost while it was being brought back
+            except (ActorDied, DeadlineExceeded) as again:  # the fresh process was lost, too
                 error = again
         self.restarts += 1
         self._life += 1
 
     async def _replace(self) -> None:
-        """A fresh process. While other workers go on nobody waits for it, and the node that it needs may come back."""
+        """Starts a fresh process. While other workers go on, a late start is tried again, since nobody waits for it and
+        the node that it needs may come back."""
         while True:
             try:
                 return await self.actor.revive(self.deadlines.start)
@@ -334,14 +366,16 @@ class SupervisedWorker:
                 log.warning("%s; the other generators go on, and it is tried again", late)
 
 
-MAX_LOSSES = 5  # of one problem; what was in flight beside a fatal one is lost with it, so one loss is no proof
+# The run ends when more groups of one problem than this were lost. A generator that dies loses all groups that it was
+# generating, so a single loss does not prove that the problem is to blame.
+MAX_LOSSES = 5
 
 
 class ProblemStream(Protocol):
-    """Problems without end: rollout.data.problems.Problems, or made-up ones."""
+    """An endless stream of problems: rollout.data.problems.Problems, or a test's own."""
 
     def __len__(self) -> int:
-        """Problems of one epoch."""
+        """How many problems one epoch has."""
 
     def at(self, position: int) -> Problem:
         """The problem at this position, counted over epochs from 0; the same each time."""
@@ -349,18 +383,24 @@ class ProblemStream(Protocol):
 
 @dataclass(slots=True)
 class Pipes:
-    """What all producers of a run share: the stream of problems and the two pipes."""
+    """What all producers of a run share: the stream of problems, Buffer and PolicySlot.
+
+    losses: position -> how many groups of this position were lost with their generator.
+    """
 
     problems: ProblemStream
     cursor: Cursor
     buffer: Buffer
     policy_slot: PolicySlot[Push]
     timeline: Timeline
-    losses: Counter[int] = field(default_factory=Counter)  # position -> processes lost while they worked on it
+    losses: Counter[int] = field(default_factory=Counter)
 
 
 class Producer:
-    """One rollout worker as the rest of the run sees it: `worker` is its process, `feed` brings it policies."""
+    """One rollout worker as the driver sees it.
+
+    worker: its process. feed: brings it policies. sampling: (position, attempt) -> how to sample that group.
+    """
 
     def __init__(
         self,
@@ -369,7 +409,7 @@ class Producer:
         sampling: Callable[[int, int], Sampling],
         deadlines: Deadlines,
     ) -> None:
-        if pipes.buffer.runs_ahead:  # a policy, and its probe, may have to wait for the groups that are under way
+        if pipes.buffer.runs_ahead:  # a policy and its probe may have to wait for groups that are being generated
             deadlines = deadlines.model_copy(update={"push": deadlines.push + deadlines.group})
         self.worker = SupervisedWorker(actor, deadlines)
         self.feed = PolicyFeed(self.worker, pipes.policy_slot, pipes.timeline)
@@ -378,11 +418,14 @@ class Producer:
 
     @property
     def name(self) -> str:
-        """The worker's."""
+        """The worker's name."""
         return self.worker.name
 
     async def run(self, workers: int) -> None:
-        """Produces until cancelled; returns only by exception (a fault that restarts do not cure)."""
+        """Produces groups until cancelled, or until an error that fresh processes do not cure is raised.
+
+        workers: rollout workers of the run, among which the slots of the Buffer are divided.
+        """
         try:
             first = await self.feed.first()
             async with asyncio.TaskGroup() as tasks:
@@ -398,7 +441,7 @@ class Producer:
         while True:
             await self.worker.present()
             slot = await buffer.admit()
-            if self.worker.away:  # lost while this lane waited: the slot is another worker's
+            if self.worker.away:  # the process was lost while this lane waited: another worker may use the slot
                 buffer.give_up(slot)
                 continue
             position, attempt = cursor.issue()
@@ -409,17 +452,17 @@ class Producer:
                 continue
             if await self.feed.proof_of(max(group.column("policy_version_max").to_pylist()), losses):
                 await buffer.put(slot, group)
-            else:  # nothing is known of the process that sampled it
+            else:  # the process was lost before its policy was proven, so the group may be another policy's
                 again()
 
     def _again(self, slot: GroupSlot, problem: Problem, attempt: int) -> None:
-        """The group is lost: at once, its slot is free and its position is issued again, to whoever asks first."""
+        """Frees the slot of a lost group, and has its position issued again to the first worker that asks."""
         self._count_loss(problem)
         self.pipes.buffer.give_up(slot)
         self.pipes.cursor.again(problem.position, attempt)
 
     def _count_loss(self, problem: Problem) -> None:
-        """A problem that takes every generator down with it must not go round for ever."""
+        """Raises RuntimeError when a problem was lost too often, since it may be what kills the generators."""
         self.pipes.losses[problem.position] += 1
         if self.pipes.losses[problem.position] > MAX_LOSSES:
             raise RuntimeError(
@@ -428,15 +471,13 @@ class Producer:
             )
 
     async def _rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table:
-        """One group. Raises ActorDied or DeadlineExceeded if the process is lost meanwhile."""
         with self.pipes.timeline.span("generate", self.name, concurrent=True, position=problem.position):
             return await self.worker.rollout(problem, sampling, attempt)
 
     async def request(
         self, problem: Problem, sampling: Sampling, attempt: int, lost: Callable[[], None] = lambda: None
     ) -> pa.Table | None:
-        """One group; None if the process was lost meanwhile (`lost` is called then; it is alive again when this
-        returns)."""
+        """One group; None if the process was lost meanwhile. lost: as for SupervisedWorker.attempt."""
         return await self.worker.attempt(partial(self._rollout, problem, sampling, attempt), lost)
 
     async def _rollouts(
@@ -449,22 +490,23 @@ class Producer:
         self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
         lost: Callable[[], None],
     ) -> pa.Table | None:  # fmt: skip
-        """Groups of several problems, as of SupervisedWorker.rollouts; None and `lost` as of `request`."""
+        """The groups of several problems in one table (SupervisedWorker.rollouts); None if the process was lost."""
         return await self.worker.attempt(partial(self._rollouts, problems, samplings, attempt, rounds), lost)
 
     @property
     def away(self) -> bool:
-        """See Asks, as the next."""
+        """See SupervisedWorker.away."""
         return self.worker.away
 
     async def present(self) -> None:
+        """See SupervisedWorker.present."""
         await self.worker.present()
 
     async def sleep(self) -> None:
-        """The engine frees its device memory (memory.layout: alternating); no group may be running."""
-        await self.feed.idle()  # the probe may be running, if other workers made all of the batch
+        """Has the engine free its device memory (memory.layout: alternating); no group may be running."""
+        await self.feed.idle()  # the probe may still be running if other workers made the whole batch
         await self.worker.certainly(RolloutService.sleep)
 
     async def wake(self) -> None:
-        """The engine takes its device memory again."""
+        """Has the engine take its device memory again."""
         await self.worker.certainly(RolloutService.wake)

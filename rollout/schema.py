@@ -1,11 +1,14 @@
-"""THE schema of a rollout: one row is one trajectory, one table is one group. Facts only, nothing of GRPO.
+"""Defines the Arrow table that carries a group from a rollout worker to the learner, and reads and writes its columns.
 
-With env.history "template" a trajectory may have several rows, one after the other, with one `sample`: see `whole`.
+A row is a trajectory, a table is a group. A row holds facts only, nothing of GRPO: the learner computes advantages.
 
 A trajectory is what follows a prompt: a single completion, or the turns of the policy with the observations of an
-environment or of tools between them. Letters: G trajectories per group, P prompt tokens, T tokens after the prompt.
-A table (never a record batch, whose slices ship the whole parent) travels by value and is read as zero-copy views; its
-schema, which both ends have, does not travel (`_sent`).
+environment or of tools between them. With env.history "template" a trajectory may take several consecutive rows, which
+have the same value of `sample`; `whole` keeps the last row of each. Letters: G trajectories per group, P prompt tokens,
+T tokens after the prompt.
+
+Tables are sent by value and read as zero-copy views. Record batches are not sent, since a slice of one ships its whole
+parent. The schema is not sent with a table, because sender and receiver both have it (`_sent`).
 """
 
 import copyreg
@@ -34,14 +37,14 @@ TURN = pa.struct(
     [
         pa.field("start", pa.int32(), nullable=False),  # tokens [start, stop) of completion_ids
         pa.field("stop", pa.int32(), nullable=False),
-        pa.field("reward", pa.float32()),  # of this turn; null: none
+        pa.field("reward", pa.float32()),  # the environment's reward for this turn; null: it gave none
         pa.field("generate_ms", pa.float32(), nullable=False),
-        pa.field("env_ms", pa.float32(), nullable=False),  # that the environment took to answer it
-        pa.field("calls", pa.int32(), nullable=False),  # tool calls that could be read
-        pa.field("malformed", pa.int32(), nullable=False),  # and that could not
+        pa.field("env_ms", pa.float32(), nullable=False),  # time that the environment took to answer the turn
+        pa.field("calls", pa.int32(), nullable=False),  # tool calls that could be parsed
+        pa.field("malformed", pa.int32(), nullable=False),  # tool calls that could not be parsed
     ]
 )
-LOGGED = pa.struct(  # a number of the whole group, or a text of this completion
+LOGGED = pa.struct(  # what a reward function logged: a number for the whole group, or a text for this completion
     [pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float64()), pa.field("text", pa.string())]
 )
 PART = pa.struct([pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float32())])
@@ -54,33 +57,33 @@ SCHEMA = pa.schema(
         pa.field("epoch", pa.int32(), nullable=False),
         pa.field("position", pa.int64(), nullable=False),  # place in the seeded problem stream, counted over epochs
         pa.field("attempt", pa.int32(), nullable=False),
-        pa.field("sample", pa.int32(), nullable=False),  # index in the group
+        pa.field("sample", pa.int32(), nullable=False),  # index of the trajectory in its group
         pa.field(
             "problem", pa.string(), nullable=False
         ),  # JSON: {"messages": [...], "columns": {...}, perhaps "prefilled"}
         pa.field("completion", pa.string(), nullable=False),  # decoded text, for people and reward functions
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # [P] what the engine was given
-        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] what followed, as sampled or observed
-        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),  # [T] nats; of an observation 0
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # [P] tokens that the engine was given
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),  # [T] sampled tokens and observations
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),  # [T] nats; 0 for observations
         pa.field("token_versions", pa.list_(pa.int32()), nullable=False),  # [T] policy version of each token
         pa.field("loss_mask", pa.list_(pa.bool_())),  # [T] true where the policy sampled; null: everywhere
         pa.field(
             "turns", pa.list_(pa.field("item", TURN, nullable=False)), nullable=False
-        ),  # [] of a single completion
+        ),  # [] for a single completion
         pa.field("policy_version_min", pa.int64(), nullable=False),
         pa.field("policy_version_max", pa.int64(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),  # stop, length, or an outcome of rollout.env
-        pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or none scores it
-        pa.field("reward_parts", pa.list_(PART), nullable=False),  # each function's own number; see parts_of
+        pa.field("reward", pa.float32()),  # weighted sum; null if a reward function failed, or no function scores
+        pa.field("reward_parts", pa.list_(PART), nullable=False),  # each reward function's own number; see parts_of
         pa.field("reward_status", pa.string(), nullable=False),  # ok, none, error, timeout, nan, environment
-        pa.field("reward_error", pa.string()),  # what failed, in words; null where nothing did
+        pa.field("reward_error", pa.string()),  # message of the failed reward function; null where none failed
         pa.field("reward_ms", pa.float32(), nullable=False),
         pa.field("generate_ms", pa.float32(), nullable=False),
         pa.field("worker", pa.int32(), nullable=False),
         pa.field("seed", pa.int64(), nullable=False),
-        pa.field("messages", pa.string()),  # JSON list: the conversation after the prompt; null of a single completion
+        pa.field("messages", pa.string()),  # JSON list: conversation after the prompt; null for a single completion
         pa.field("env_metrics", pa.list_(PART), nullable=False),  # numbers that the environment gave, summed over turns
-        pa.field("logged", pa.list_(LOGGED), nullable=False),  # by reward functions (rewards.base)
+        pa.field("logged", pa.list_(LOGGED), nullable=False),  # what reward functions logged (rewards.base)
         pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
     ],
     metadata={"gleaner.schema": VERSION},
@@ -92,8 +95,10 @@ def _received(batch: pa.Buffer) -> pa.Table:
 
 
 def _sent(table: pa.Table) -> tuple[Any, ...]:
-    """How pickle, and so Ray, sends a table: a group as one Arrow IPC message without the schema. pyarrow's own way
-    writes every type of every column into each group: 6 kB, a quarter of a group with short completions."""
+    """Has pickle, which Ray uses, send a group as one Arrow IPC message without the schema; see copyreg.
+
+    pyarrow's own way writes every column's type into each group: 6 kB, a quarter of a group with short completions.
+    """
     if table.num_rows and table.schema.equals(SCHEMA, check_metadata=True):
         return _received, (table.combine_chunks().to_batches()[0].serialize(),)
     own: tuple[Any, ...] = table.__reduce__()
@@ -113,24 +118,24 @@ class Problem:
 
     id: str
     messages: tuple[dict[str, str], ...] | str  # chat messages, or plain text
-    columns: dict[str, Any]
+    columns: dict[str, Any]  # columns of the data set that reward functions are given
     prompt_ids: tuple[int, ...]
-    position: int
+    position: int  # in the stream, counted over epochs
     epoch: int
-    prefilled: str = ""  # the opening tag that the prompt ends in (rewards.base.opening_at_end), once it was rendered
+    prefilled: str = ""  # the opening tag that the rendered prompt ends in (rewards.base.opening_at_end)
 
     def group_id(self, attempt: int) -> str:
-        """Unique in the run: epoch, position in the stream, and attempt."""
+        """The group's name, unique in the run: epoch-position-attempt."""
         return f"{self.epoch}-{self.position}-{attempt}"
 
     def to_json(self) -> str:
-        """The `problem` column: what a reward function needs to score the group again."""
+        """The value of the column `problem`: all that a reward function needs to score the group again."""
         opened = {"prefilled": self.prefilled} if self.prefilled else {}
         return json.dumps({"messages": self.messages, "columns": self.columns, **opened}, default=str)
 
 
 def build_group(columns: dict[str, Sequence[Any]]) -> pa.Table:
-    """Columns of one group (all of length G) -> table. A missing, unknown or ill-typed column raises."""
+    """The table of one group from its columns, each of length G. A missing, unknown or ill-typed column raises."""
     if set(columns) != set(SCHEMA.names):
         raise ValueError(
             f"rollout group: columns must be those of the schema; missing {sorted(set(SCHEMA.names) - set(columns))}, "
@@ -140,7 +145,7 @@ def build_group(columns: dict[str, Sequence[Any]]) -> pa.Table:
 
 
 def check(table: pa.Table) -> pa.Table:
-    """The table itself if it is a rollout table of this version and whole; else ValueError with the difference."""
+    """Returns the table if it has this version's schema, and no nulls where none are allowed; else ValueError."""
     found = (table.schema.metadata or {}).get(b"gleaner.schema", b"none").decode()
     if found != VERSION:
         raise ValueError(
@@ -156,8 +161,10 @@ def check(table: pa.Table) -> pa.Table:
 
 
 def check_rows(table: pa.Table) -> pa.Table:
-    """The table itself if each row is whole, as one that somebody else has written may not be: no null within a list,
-    as many values as tokens, texts of JSON as they must be. Else ValueError."""
+    """Returns the table if each row is well formed, which a table from a user's file may not be; else ValueError.
+
+    Lists must hold no nulls, per-token columns as many values as there are tokens, JSON columns what they must.
+    """
     for field in SCHEMA:
         if pa.types.is_list(field.type):
             inner = [chunk.flatten() for chunk in table.column(field.name).chunks]
@@ -176,13 +183,13 @@ def check_rows(table: pa.Table) -> pa.Table:
 
 
 def _named(values: pa.Array) -> list[pa.Array]:
-    """The names of parts, which must be there."""
+    """The field `name` of structs, which must hold no nulls though other fields may."""
     named = pa.types.is_struct(values.type) and values.type.get_field_index("name") >= 0
     return [values.field("name")] if named else []
 
 
 class Asked(NamedTuple):
-    """What the column `problem` says. messages: of a chat, or plain text."""
+    """The parsed value of the column `problem`. messages: chat messages, or plain text."""
 
     messages: list[dict[str, Any]] | str
     columns: dict[str, Any]
@@ -190,7 +197,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(text: str) -> Asked:
-    """Of a row's `problem`. Raises ValueError."""
+    """Parses the value of a row's column `problem`. Raises ValueError."""
     found = json_value(text, "column problem")
     if not isinstance(found, dict):
         raise ValueError(f"column problem must hold a mapping, got {type(found).__name__}")
@@ -204,7 +211,7 @@ def asked_of(text: str) -> Asked:
 
 
 def said_of(text: str | None) -> list[dict[str, Any]] | None:
-    """Of a row's `messages`; None of a single completion. Raises ValueError."""
+    """Parses the value of a row's column `messages`; None for a single completion. Raises ValueError."""
     if text is None:
         return None
     found: list[dict[str, Any]] = json_value(text, "column messages")
@@ -218,7 +225,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:
-    """One zero-copy numpy view per row of a list column, e.g. completion_ids -> G arrays of [T] (read-only)."""
+    """One read-only, zero-copy numpy view per row of a list column, e.g. of completion_ids G arrays of shape [T]."""
     views: list[npt.NDArray[Any]] = []
     for chunk in table.column(name).chunks:
         values = chunk.values.to_numpy(zero_copy_only=True)
@@ -228,12 +235,12 @@ def ragged(table: pa.Table, name: str) -> list[npt.NDArray[Any]]:
 
 
 def group_position(table: pa.Table) -> tuple[int, int]:
-    """(position in the stream, attempt) of the group."""
+    """Returns (position in the stream, attempt) of the group."""
     return int(table.column("position")[0].as_py()), int(table.column("attempt")[0].as_py())
 
 
 def rewards_of(table: pa.Table) -> npt.NDArray[np.float64]:
-    """[G] rewards; nan where a reward function failed, or none scores it."""
+    """[G] rewards; nan where a reward function failed, or no function scores the trajectory."""
     values = table.column("reward").to_numpy(zero_copy_only=False)
     return np.asarray(values, dtype=np.float64)
 
@@ -244,28 +251,27 @@ def failed(table: pa.Table) -> npt.NDArray[np.bool_]:
 
 
 def parts_of(table: pa.Table) -> list[dict[str, float | None]]:
-    """G dictionaries: reward function -> its own number, nan where it failed, None where it gives none."""
+    """G dictionaries: name of a reward function -> its number, nan where it failed, None where it returned None."""
     return [{part["name"]: part["value"] for part in row} for row in table.column("reward_parts").to_pylist()]
 
 
 def whole(table: pa.Table) -> pa.Table:
-    """One row for each trajectory, its last, which says how it ended: what rewards and outcomes are counted by."""
+    """The last row of each trajectory, which says how the trajectory ended: rewards and outcomes are counted by it."""
     return table if (last := lasts(table)).all() else table.filter(pa.array(last))
 
 
 def lasts(table: pa.Table) -> npt.NDArray[np.bool_]:
-    """Of each row, whether it is the last of its trajectory."""
+    """[rows] True where a row is the last of its trajectory."""
     sample = table.column("sample").to_numpy()
     same = sample[1:] == sample[:-1]
-    if same.any():  # groups of one sample follow each other in an evaluation
+    if same.any():  # two rows may also be groups of a single sample each, as in an evaluation
         group = np.asarray(table.column("group_id").to_pylist())
         same &= group[1:] == group[:-1]
     return np.append(~same, True)
 
 
 def groups_of(table: pa.Table) -> list[pa.Table]:
-    """The groups that follow each other in a table, as views of it. Of a step file they are in the order in which the
-    learner got them."""
+    """The groups in a table, as views of it, in the table's order; for a step's file that is the learner's order."""
     ids = table.column("group_id").to_pylist()
     starts = [i for i, own in enumerate(ids) if i == 0 or own != ids[i - 1]]
     return [table.slice(a, b - a) for a, b in pairwise([*starts, len(ids)])]
@@ -279,27 +285,30 @@ def masks_of(table: pa.Table) -> list[npt.NDArray[np.bool_]]:
 
 
 def sampled_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
-    """[G] tokens of each trajectory that the policy sampled, in all of its rows: no observation is among them."""
+    """[G] how many tokens the policy sampled in each trajectory, all rows together; observations do not count."""
     own = np.array([np.count_nonzero(mask) for mask in masks_of(table)], np.int64)
     return np.add.reduceat(own, _firsts(table))
 
 
 def oldest_versions(table: pa.Table) -> npt.NDArray[np.int64]:
-    """[G] policy version of each trajectory's oldest token."""
+    """[G] the oldest policy version of each trajectory's tokens."""
     return np.minimum.reduceat(table.column("policy_version_min").to_numpy(), _firsts(table))
 
 
 def _firsts(table: pa.Table) -> npt.NDArray[np.intp]:
-    """Where each trajectory begins."""
+    """[G] index of each trajectory's first row."""
     return np.flatnonzero(np.append(True, lasts(table)[:-1]))
 
 
-# What the generator knows of a group, in the columns above: everything but text and rewards.
+# The columns that are known when a group was generated: all but the text and the rewards.
 
 
 class Origin(NamedTuple):
-    """How a group came about. seed: None counts as -1. generate_ms: milliseconds that its sampling took. version: of
-    the newest policy, which counts for a completion without a token."""
+    """Who generated a group, how, and in which time.
+
+    worker: its rank. seed: of the sampling; None is recorded as -1. generate_ms: milliseconds that sampling the group
+    took. version: of the newest policy, which is recorded for a completion without tokens.
+    """
 
     run_id: str
     worker: int
@@ -310,7 +319,7 @@ class Origin(NamedTuple):
 
 
 def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) -> dict[str, Sequence[Any]]:
-    """Schema column -> G values, one for each completion of the group."""
+    """The columns [G] of a group of single completions, without text and rewards."""
     size = len(completions)
     same: dict[str, Any] = {
         "run_id": by.run_id,
@@ -348,14 +357,13 @@ def _least(versions: npt.NDArray[np.int32], default: int) -> int:
     return int(versions.min()) if len(versions) else default
 
 
-# Rewards for rows that rollout workers have scored: a further part, which a reward model gives, or others in their
-# place.
+# New rewards for rows that have rewards already: other ones in their place, or one more part from a reward model.
 
 KEYS = ("reward", "reward_status", "reward_parts", "reward_error")
 
 
 def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
-    """The rows of a group of single completions, with these rewards in the place of what they had."""
+    """The rows of a group of single completions, with `scores` in place of their rewards."""
     parts = [[{"name": name, "value": values[i]} for name, values in scores.parts.items()] for i in range(len(rows))]
     rows = _with(rows, dict(zip(KEYS, (scores.reward, scores.status, parts, scores.errors), strict=True)))
     logged = [[dict(zip(("name", "value", "text"), one, strict=True)) for one in row] for row in scores.logged]
@@ -363,12 +371,13 @@ def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
 
 
 def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float]) -> pa.Table:
-    """The rows with `scores` as the part `name` of their rewards, which grow by weight * score.
+    """The rows with `scores` as one more part, `name`, of their rewards, which grow by weight * score.
 
-    As among reward functions (rewards.pool): a row that failed stays without a reward; one that no function scored has
-    this one's alone; and a score that does not count (rewards.base) fails its row, with status nan.
+    The rules are those of reward functions (rewards.pool): a row whose scoring failed stays without a reward; a row
+    that no function scored gets weight * score alone; a score that cannot be a reward (rewards.base.counts) makes its
+    row fail with status nan.
 
-    Raises ValueError: an environment has given a part of that name.
+    Raises ValueError if an environment has given a part of that name.
     """
     rewards, status, parts, errors = (rows.column(key).to_pylist() for key in KEYS)
     if any(part["name"] == name for row in parts for part in row):

@@ -1,6 +1,6 @@
-"""Who scores a worker's groups: reward functions beside it, or processes that all workers share.
+"""Scores a rollout worker's groups in reward processes that all workers share (SharedScorer).
 
-What scorers and workers do side by side, and warnings that are logged once, are here, too.
+Also here: warnings that are logged once, and helpers for tasks that run concurrently.
 """
 
 import asyncio
@@ -17,37 +17,38 @@ from cluster.errors import WrongInput
 from rewards.call import Group
 from rewards.pool import RewardService, Scores
 
-# Warnings of which each is logged once; metrics count what they are about.
+# Warnings, each of which is logged once. How often their causes occur is seen in the metrics.
 
-MOST = 50  # different ones that are logged
+MOST = 50  # different warnings that are logged
 
 
 class Sentences:
-    """Those that were said to one log."""
+    """Logs each warning once, and at most MOST different ones."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._said: set[str] = set()
 
     def warn(self, sentences: Iterable[str]) -> None:
-        """Logs those that are new."""
+        """Logs the sentences that were not logged before."""
         self.warn_of({sentence: sentence for sentence in sentences})
 
     def warn_of(self, sentences: Mapping[str, str]) -> None:
-        """Logs those that are about something new; the keys say about what."""
+        """Logs the sentences whose keys are new. The key names what the sentence is about."""
         for about, sentence in sentences.items():
             if about not in self._said and len(self._said) < MOST:
                 self._said.add(about)
                 self._log.warning(sentence)
 
 
-# Work of one kind side by side, of which one failure ends all.
+# Tasks that run concurrently; if one fails, all end.
 
 T = TypeVar("T")
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. The first error of any is raised, once the others are cancelled for it."""
+    """Runs the coroutines concurrently; returns their results in order. On an error the others are cancelled, then the
+    first error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(one) for one in work]
@@ -58,7 +59,8 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @asynccontextmanager
 async def alongside(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Work without end goes on inside this block. The first error of any ends the block, and is raised."""
+    """Runs endless coroutines while the block runs, and cancels them at its end. If one of them fails, the block is
+    cancelled and the first error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(one) for one in work]
@@ -70,17 +72,17 @@ async def alongside(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[
 
 
 class Room:
-    """Places that are taken several at a time; first come, first served."""
+    """A semaphore of which several places are taken at once; first come, first served."""
 
     def __init__(self, places: int) -> None:
         self._places, self._free, self._line = places, asyncio.Semaphore(places), asyncio.Lock()
 
     @asynccontextmanager
     async def taken(self, count: int) -> AsyncIterator[None]:
-        """Inside this block so many places are taken, or all where there are fewer."""
+        """Holds `count` places during the block, or all places if there are fewer."""
         mine = 0
         try:
-            async with self._line:  # else two of them could each wait for the places that the other has
+            async with self._line:  # else two tasks could each wait for places that the other one holds
                 while mine < min(count, self._places):
                     await self._free.acquire()
                     mine += 1
@@ -91,38 +93,41 @@ class Room:
 
 
 class Scorer(Protocol):
-    """rewards.pool.RewardPool, or SharedScorer."""
+    """Scores a worker's groups. rewards.pool.RewardPool, beside the engine, and SharedScorer implement it."""
 
     async def score(self, group: Group) -> Scores:
-        """As RewardPool.score."""
+        """See RewardPool.score."""
 
     def close(self) -> None:
-        """Ends what was started for this worker."""
+        """Ends the processes that were started for this worker alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardProcesses:
-    """Those that all workers share. deadline_s: for a group; reward functions have deadlines of their own."""
+    """The reward processes that all workers share.
+
+    deadline_s: seconds for scoring one group; reward functions have deadlines of their own.
+    """
 
     actors: tuple[Actor[RewardService], ...]
     deadline_s: float
 
 
 class SharedScorer:
-    """Asks, group by group, the reward process that has the least to do for this worker.
+    """Sends each group to the shared reward process that has the fewest groups of this worker to score.
 
-    Consumes: groups (by call). Waits for: one answer, which comes late if the process is lost and started again.
+    The answer comes late if that process is lost and started again.
     """
 
     def __init__(self, shared: RewardProcesses, first: int) -> None:
-        """first: the process that is asked first, so that workers begin with different ones."""
+        """first: a number that differs between workers, so that they begin with different processes."""
         begin = first % len(shared.actors)
         self._processes = [*shared.actors[begin:], *shared.actors[:begin]]
         self._deadline_s = shared.deadline_s
-        self._asked: Counter[str] = Counter()  # groups under way, by the name of the process
+        self._asked: Counter[str] = Counter()  # name of a process -> groups of this worker that it is scoring
 
     async def score(self, group: Group) -> Scores:
-        """Raises WrongInput as RewardPool.score; ActorDied, DeadlineExceeded, RemoteError."""
+        """See RewardPool.score. Raises WrongInput, ActorDied, DeadlineExceeded, RemoteError."""
         begin = time.perf_counter()
         process = min(self._processes, key=lambda one: self._asked[one.name])
         self._asked[process.name] += 1
@@ -135,4 +140,4 @@ class SharedScorer:
         return replace(said, ms=(time.perf_counter() - begin) * 1e3)
 
     def close(self) -> None:
-        """Nothing is this worker's own."""
+        """Does nothing, since all processes are shared."""

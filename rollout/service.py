@@ -1,4 +1,4 @@
-"""What may be asked of a generator's process: the methods that cluster.actor.Actor.call takes at that border."""
+"""The protocol RolloutService: the methods of a generator's process that the driver may call by cluster.actor."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,40 +11,45 @@ from rollout.types import Manifest, Sampling, SentPolicy, WeightsInFile
 
 
 class RolloutService(Protocol):
-    """rollout.worker.RolloutWorker is the one that runs a model."""
+    """A generator's process as the driver sees it. rollout.worker.RolloutWorker implements it."""
 
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
-        """One group of `sampling.n` completions of the problem, scored, as a table of rollout.schema; None from a
-        process that has no policy yet."""
+        """Samples and scores a group of `sampling.n` completions of the problem; returns a table of rollout.schema.
+
+        None if the process has no policy yet, as a fresh one has not.
+        """
 
     async def rollouts(
         self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int
     ) -> pa.Table | None:
-        """The groups of several problems, in their order, as rows of one table; otherwise as `rollout`. However many
-        are asked for in however many calls, no more of them are generated at once than the engine decodes, or plays, at
-        once: groups of `rollout` find a place beside them."""
+        """The groups of several problems, in their order, as rows of one table; otherwise as `rollout`.
+
+        All calls of this method together generate no more completions at once than the engine decodes at once (or than
+        trajectories are played at once), so that calls of `rollout` need not wait for all of them.
+        """
 
     async def take_policy(self, policy: SentPolicy) -> Receipt | None:
-        """Takes a newer policy (requests under way: see EngineSettings.in_flight). None if the learner has written
-        a newer one in its place (rollout.weights), which is published by then.
+        """Loads a newer policy. EngineSettings.in_flight says what becomes of running requests.
 
-        Raises ValueLost if it was in the memory of a learner that is gone.
+        None if the learner has overwritten the policy with a newer one (rollout.weights), which is published by then.
+        Raises ValueLost if the policy was in the memory of a learner's process that has ended.
         """
 
     async def reaches(self, place: WeightsInFile) -> str:
-        """Why this process cannot map memory of the learner's, in which there are no weights yet; empty if it can."""
+        """Tries to map the learner's memory, before it holds weights. Returns why that fails; "" if it succeeds."""
 
     async def probe(self, token_ids: Sequence[int]) -> Answer:
-        """What the newest policy says of token_ids [N], and the tensors in use. Raises NoAdapter before the first."""
+        """The logprobs of token_ids [N] under the newest policy, and the digests of the tensors that the engine
+        computes with. Raises NoAdapter before the first policy."""
 
     async def share_base(self) -> Manifest:
-        """How the learner maps the engine's base (memory.layout: shared)."""
+        """Describes how the learner can map the engine's base model (memory.layout: shared)."""
 
     async def sleep(self) -> None:
         """Frees the engine's device memory; no rollout may be running."""
 
     async def wake(self) -> None:
-        """Ends sleep()."""
+        """Has the engine take its device memory again."""
 
     async def close(self) -> None:
-        """Ends the engine and the reward processes."""
+        """Ends the engine, the reward processes and the environments."""

@@ -1,5 +1,7 @@
-"""A base model's memory that two processes on one machine share (memory.layout: shared): a file on a CPU, handles of
-CUDA memory on a card, and digests by which both prove that they see the same.
+"""Lets the learner map the memory of a generator's base model (memory.layout: shared), so that one copy serves both.
+
+On a CPU the memory is a file, on a card CUDA memory that is opened by handles. Digests prove that both processes see
+the same content. rollout.types.Manifest describes the memory.
 """
 
 from __future__ import annotations
@@ -20,22 +22,25 @@ from cluster.errors import WrongInput
 from rollout.types import Manifest
 from rollout.weights import as_bytes
 
-# Digests of a base model's memory that a card computes as well as a CPU: sums of integers, exact in any order.
+# Digests that are equal on a card and on a CPU: they are sums of integers, which are exact in any order.
 
 
-CHUNK = 1 << 20  # elements at once, as int64: 8 MiB, and as much again for their places and their products
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+CHUNK = 1 << 20  # elements summed at once as int64: 8 MiB, and twice as much again for positions and products
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> integer type
 
 
 def digests_of_pieces(pieces: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> digest of each tensor."""
+    """The digest of each tensor, by name."""
     return {name: digest_of_piece(piece) for name, piece in pieces.items()}
 
 
 @torch.no_grad()
 def digest_of_piece(piece: Tensor) -> str:
-    """Hex digest of type, size and bits of a tensor without gaps: the sum of its elements' bits, and their sum
-    weighted by position, modulo 2**64. It is made to find an accident, not an attack."""
+    """Hex digest of dtype, size and content of a tensor without gaps.
+
+    The content counts as the sum of the elements' bits, and that sum weighted by position, modulo 2**64. The digest is
+    made to find an accident, not an attack.
+    """
     bits = piece.detach().reshape(-1).view(_BITS[piece.element_size()])
     positions = torch.arange(min(CHUNK, bits.numel()), device=bits.device)
     plain = weighted = 0
@@ -48,21 +53,21 @@ def digest_of_piece(piece: Tensor) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-# A base on a CPU: memory of its owner that other processes of the same user may map, for reading only.
+# A base model on a CPU lies in a file that other processes of the same user map read-only.
 #
-# It is a file without a name (memfd_create): it takes no room in /dev/shm, and is gone when nobody maps it any more,
-# even if its owner was killed. Others open it for reading, so that the system refuses to map it for writing, and a
-# write through their mapping ends them with SIGSEGV.
+# The file has no name (memfd_create): it takes no room in /dev/shm, and disappears when nobody maps it any more, even
+# if its owner was killed. Other processes open it for reading, so they cannot map it for writing; a write through their
+# mapping ends them with SIGSEGV.
 
-_ALIGNED = 64  # bytes; a cache line, and the widest vector register
+_ALIGNED = 64  # bytes: a cache line, and the widest vector register
 _NAME = "gleaner-base"
 
 
 class SharedFile:
-    """Uninitialised memory for tensors. Once the garbage collector takes it, others' mappings stay."""
+    """Uninitialised memory for tensors. Mappings of other processes outlive this object."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Room for tensors of these types and sizes."""
+        """tensors: what there must be room for; only their dtypes and sizes count."""
         size = sum(_rounded(tensor.nbytes) for tensor in tensors)
         self._file = os.fdopen(os.memfd_create(_NAME), "r+b")
         os.ftruncate(self._file.fileno(), size)
@@ -70,12 +75,12 @@ class SharedFile:
         self._end = 0
 
     def place(self, like: Tensor) -> Tensor:
-        """The next part of the file as a tensor of that type and shape, without gaps."""
+        """The next part of the file as a contiguous tensor with the dtype and shape of `like`."""
         start, self._end = self._end, self._end + _rounded(like.nbytes)
         return self._whole[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
     def handle(self, tensor: Tensor) -> bytes:
-        """Of a tensor that was placed here."""
+        """The bytes by which map_file finds a tensor that was placed in this file."""
         where = {"pid": os.getpid(), "fd": self._file.fileno(), "start": tensor.data_ptr() - self._whole.data_ptr()}
         return json.dumps(where).encode()
 
@@ -85,7 +90,7 @@ def _rounded(size: int) -> int:
 
 
 def map_file(manifest: Manifest) -> dict[str, Tensor]:
-    """Each piece as a read-only tensor [elements].
+    """A read-only tensor [elements] on the shared memory for each piece, by name.
 
     Raises WrongInput if the owner or its file is gone, or may not be opened.
     """
@@ -103,7 +108,7 @@ def map_file(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _map(path: str) -> Tensor:
-    """The whole file, [bytes]."""
+    """The whole file as a tensor [bytes] of uint8."""
     try:
         if _NAME not in os.readlink(path):
             raise FileNotFoundError(f"it is {os.readlink(path)} now")
@@ -117,19 +122,19 @@ def _map(path: str) -> Tensor:
     return as_bytes(view)
 
 
-# A base on a card: torch's own handles of CUDA memory, which another process on the same card opens.
+# A base model on a card is shared by torch's own handles of CUDA memory, which another process on the card opens.
 #
-# Written by reading torch/multiprocessing/reductions.py (the same in torch 2.11 to 2.14); run on an H200 with torch
-# 2.13. Memory that is mapped so is writable, and torch's allocator does not count it.
+# This was written by reading torch/multiprocessing/reductions.py (the same in torch 2.11 to 2.14), and was run on an
+# H200 with torch 2.13. The mapped memory is writable, and torch's allocator does not count it.
 
-_DEVICE = 6  # which argument of rebuild_cuda_tensor is the index of the card
+_DEVICE = 6  # index, among the arguments of rebuild_cuda_tensor, of the card's index
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Name -> handle. To be made anew for each process that opens them: torch counts one consumer for each.
+    """The handle of each tensor, by name. Each process needs handles of its own: torch counts one consumer for each.
 
-    Raises WrongInput with expandable segments, whose handles go through pidfd_getfd, which containers forbid.
+    Raises WrongInput with expandable segments, whose handles need pidfd_getfd, which containers forbid.
     """
     wrong = [f"{name}={os.environ[name]}" for name in _SETTINGS if "expandable_segments:true" in _setting(name)]
     if wrong:
@@ -137,13 +142,13 @@ def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
             f"memory.layout: shared needs a generator without expandable segments, got {', '.join(wrong)}; leave that "
             "out"
         )
-    torch.cuda.synchronize()  # what is being written must be there before another process reads it
-    # Of the data and not of the parameter, whose class is vLLM's: the learner would import vLLM to open it.
+    torch.cuda.synchronize()  # all writes must be done before another process reads
+    # tensor.data has torch's class; with a parameter, whose class is vLLM's, the learner would have to import vLLM.
     return {name: pickle.dumps(_arguments(tensor.data.view(-1))) for name, tensor in tensors.items()}
 
 
 def _arguments(tensor: Tensor) -> tuple[Any, ...]:
-    """Of rebuild_cuda_tensor."""
+    """The arguments of rebuild_cuda_tensor that open this tensor."""
     arguments: tuple[Any, ...] = reduce_tensor(tensor)[1]  # type: ignore[no-untyped-call]
     return arguments
 
@@ -153,16 +158,16 @@ def _setting(name: str) -> str:
 
 
 def card_of(device: torch.device) -> str:
-    """The card's UUID; its index may be another in another process."""
+    """The card's UUID, since its index may differ from process to process."""
     return f"card {torch.cuda.get_device_properties(device).uuid}"
 
 
 def map_card(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
-    """Each piece as a tensor [elements] on the card."""
+    """A tensor [elements] on the card for each piece, by name."""
     index = torch.cuda.current_device() if device.index is None else device.index
     found = {}
     for name, piece in manifest.pieces.items():
-        arguments = list(pickle.loads(piece.handle))  # of our own generator
+        arguments = list(pickle.loads(piece.handle))  # pickled by the run's own generator
         arguments[_DEVICE] = index
         found[name] = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
     return found

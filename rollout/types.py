@@ -1,6 +1,8 @@
-"""The values that cross the border between a rollout worker and its generator. Numpy and a hash only.
+"""The values that rollout worker, generator, driver and learner exchange: samplings and completions, policies and their
+digests, and the description of a base model that another process may map into its memory.
 
-Letters: P prompt tokens, T completion tokens, G completions per prompt.
+The driver imports this module, so it needs no torch. Letters: P prompt tokens, T completion tokens, G completions per
+prompt.
 """
 
 from __future__ import annotations
@@ -17,27 +19,27 @@ from numpy.typing import NDArray
 
 from cluster.errors import WrongInput
 
-# Seeds of what is sampled: the same for the same place in a run, whoever samples it and when.
+# Seeds of the sampling. They depend on the place in the run only, not on the worker that samples nor on the time.
 
 
 def seed_of(*parts: object) -> int:
-    """47 bits of them, so that neighbours (seed + j) never meet."""
+    """A hash of the parts in 47 bits, so many that the seeds seed + j of two groups do not meet in practice."""
     return int.from_bytes(hashlib.sha256("-".join(map(str, parts)).encode()).digest()[:6]) >> 1
 
 
 def group_seed(run_seed: int, position: int, attempt: int) -> int:
-    """Sampling seed of a group."""
+    """The sampling seed of the group at a position of the stream, for one attempt."""
     return seed_of(run_seed, position, attempt)
 
 
-# What ends a completion beside its length: end tokens and stop strings.
+# Stop tokens and stop strings, which end a completion before its greatest length.
 
 
 def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Stop strings -> the ids of those that are a special token of the tokenizer, and the other strings.
+    """Divides stop strings into (ids of the strings that are a special token of the tokenizer, the other strings).
 
-    Strings are looked for in the text that reward functions are given, which has no special tokens, so such a string
-    ends completions by its id. Raises WrongInput for one that has a special token among other text.
+    Stop strings are looked for in text decoded without special tokens, so a special token can end a completion by its
+    id only. Raises WrongInput for a string in which a special token stands beside other text.
     """
     special = {token.content: int(id_) for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = tuple(special[text] for text in strings if text in special)
@@ -52,8 +54,8 @@ def split(tokenizer: Any, strings: Sequence[str]) -> tuple[tuple[int, ...], tupl
     return ids, others
 
 
-# vLLM raises any temperature in (0, 0.01) to 0.01 with no more than a log line; the recorded logprobs would then
-# belong to another temperature than the learner assumes.
+# vLLM raises any temperature in (0, 0.01) to 0.01 and only logs that. The recorded logprobs would then belong to
+# another temperature than the learner assumes.
 MIN_TEMPERATURE = 0.01
 
 
@@ -73,11 +75,11 @@ class Completion:
 
     Attributes:
         token_ids: [T] int32, the end token included if it was sampled.
-        logprobs: [T] float32, nats, at the temperature that was sampled with, and of the whole distribution also where
-            top_p, top_k or min_p left some of it out; greedy sampling (temperature 0) records those at temperature 1.
+        logprobs: [T] float32, nats, at the temperature of the sampling (at temperature 1 for greedy sampling), under
+            the whole distribution even where top_p, top_k or min_p left out a part of it.
         finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens reached).
-        versions: [T] int32, policy version that sampled each token: one, or with in_flight "continue" versions that
-            never fall.
+        versions: [T] int32, policy version that sampled each token. All are equal, unless in_flight is "continue":
+            then they never fall from one token to the next.
     """
 
     token_ids: NDArray[np.int32]
@@ -96,8 +98,8 @@ class Sampling:
         temperature: 0 is greedy (then n must be 1), otherwise at least 0.01.
         seed: completion j is sampled with seed + j, so seeds of different prompts must differ by at least n,
             or two prompts share random streams. None: drawn from the engine's own seed.
-        top_p, top_k, min_p: which tokens may be sampled, as of vLLM; 1, 0 and 0: all. Less than all only of an engine
-            whose settings say so (EngineSettings.truncates), and at temperature 1 or 0.
+        top_p, top_k, min_p: which tokens may be sampled, with vLLM's meaning; 1, 0 and 0 allow all. Other values need
+            an engine with EngineSettings.truncates, and temperature 1 or 0.
 
     Raises:
         ValueError: a field is out of its range.
@@ -113,7 +115,7 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens may not be sampled."""
+        """Whether top_p, top_k or min_p exclude tokens from the sampling."""
         return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class Sampling:
 
 
 class PolicyId(NamedTuple):
-    """Which policy: its version, and the digest of an Adapter or Weights."""
+    """Names a policy: its version, and the digest of its Adapter or Weights."""
 
     version: int
     digest: str
@@ -145,7 +147,7 @@ class Adapter:
     """A LoRA adapter on its way from the learner to the generators.
 
     Attributes:
-        version: policy version, from 0, growing; each version is loaded once per engine.
+        version: policy version, at least 0; each policy has a higher one than the policy before.
         digest: sha256 of payload, hex.
         payload: safetensors bytes with PEFT's names (base_model.model.….lora_A.weight).
         config: the content of adapter_config.json; must be JSON.
@@ -157,12 +159,12 @@ class Adapter:
     config: dict[str, Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with the payload beside it (PEP 574): Ray puts it into shared memory, and readers find it there."""
+        """Pickles with the payload out of band (PEP 574): Ray keeps it in shared memory, where readers map it."""
         return _arrived_adapter, (self.version, self.digest, PickleBuffer(self.payload), self.config)
 
     @classmethod
     def build(cls, version: int, payload: bytes | memoryview, config: dict[str, Any]) -> Adapter:
-        """Computes the digest. Raises ValueError for a negative version."""
+        """An Adapter with the digest of its payload. Raises ValueError for a negative version."""
         if version < 0:
             raise ValueError(f"adapter version must be at least 0, got {version}")
         return cls(version=version, digest=digest_of(payload), payload=payload, config=config)
@@ -178,14 +180,17 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of a model on their way from the learner to the generators: all of them (learner.mode: full), those that
-    the adapter changes, merged with it (learner.push: merged), or none: the model as its folder has it. version: as of
-    an Adapter.
+    """Weights of a model on their way from the learner to the generators.
 
-    digest: digest_of_weights of the payload.
-    payload: safetensors bytes with the names of the checkpoint, a weight that is tied to another left out. Layers that
-    engines fuse (q, k and v; gate and up) come together or not at all.
-    place: where other processes of this machine find them, too, if they can.
+    They are all weights (learner.mode: full), those that the adapter changes, with the adapter merged into them
+    (learner.push: merged), or none, which stands for the model as it is in its folder.
+
+    Attributes:
+        version: policy version, as in Adapter.
+        digest: digest_of_weights of the payload.
+        payload: safetensors bytes with the names of the checkpoint, without weights that are tied to another. Layers
+            that engines fuse (q, k and v; gate and up) come together or not at all.
+        place: where other processes of this machine can map the payload; None if they cannot.
     """
 
     version: int
@@ -194,17 +199,17 @@ class Weights:
     place: WeightsInFile | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As an Adapter's."""
+        """Pickles as an Adapter does, without `place`."""
         return _arrived_weights, (self.version, self.digest, PickleBuffer(self.payload))
 
     @classmethod
     def build(cls, version: int, payload: bytes | memoryview) -> Weights:
-        """Computes the digest."""
+        """Weights with the digest of their payload."""
         return cls(version=version, digest=digest_of_weights(payload), payload=payload)
 
     @classmethod
     def unchanged(cls, version: int) -> Weights:
-        """The model as its folder has it."""
+        """The model as it is in its folder."""
         return cls.build(version, (2).to_bytes(8, "little") + b"{}")  # safetensors without a tensor
 
     @property
@@ -217,10 +222,10 @@ class Weights:
 
 
 class WeightsInFile(NamedTuple):
-    """Where whole weights lie for processes of the learner's machine (rollout.weights).
+    """The place of whole weights in a file in memory, which processes of the learner's machine map (rollout.weights).
 
-    version, digest: as of Weights. machine: cluster.machine.name of the learner's. path, inode: of the file. offset: of
-    their place in it. size: in bytes, of their payload.
+    version, digest: those of the Weights. machine: cluster.machine.name() in the learner's process. path, inode: of the
+    file. offset: byte of the file at which the place of this policy begins. size: bytes of the payload.
     """
 
     version: int
@@ -236,7 +241,7 @@ class WeightsInFile(NamedTuple):
         return PolicyId(self.version, self.digest)
 
 
-SentPolicy = Adapter | Weights | WeightsInFile  # on its way from the learner to the generators
+SentPolicy = Adapter | Weights | WeightsInFile  # a policy in the form in which the learner sends it to the generators
 
 
 def _arrived_adapter(version: int, digest: str, payload: Any, config: dict[str, Any]) -> Adapter:
@@ -256,41 +261,38 @@ def _verify(what: str, update: Adapter | Weights, found: str) -> None:
 
 
 def digest_of(payload: bytes | memoryview) -> str:
-    """sha256 of the payload, hex."""
+    """The payload's sha256 as a hex string."""
     return hashlib.sha256(payload).hexdigest()
 
 
 def digest_of_weights(payload: bytes | memoryview) -> str:
-    """BLAKE3 of the payload, hex, by all cores. Whole weights are gigabytes, of which sha256 takes a second of a core
-    for each."""
+    """The payload's BLAKE3 as a hex string, computed on all cores. Whole weights are gigabytes, and sha256 would take
+    a second of one core for each gigabyte."""
     return blake3(payload, max_threads=blake3.AUTO).hexdigest()
 
 
 class Held(NamedTuple):
-    """A policy as one process holds it.
+    """The digests of the tensors with which one process computes the newest policy.
 
-    tensors: name -> sha256 hex (rollout.weights.digest_of_tensor) of an adapter's tensor, or of what is read of
-    a weight (rollout.weights.read_of). unread: names of tensors that an engine holds in a layout that cannot be
-    read back.
+    tensors: name -> sha256 hex (rollout.weights.digest_of_tensor) of an adapter's tensor, or of the part of a weight
+    that rollout.weights.read_of reads. unread: names of tensors whose layout in the engine cannot be read back.
     """
 
     tensors: dict[str, str]
     unread: tuple[str, ...] = ()
 
 
-# What a generator tells the learner of its base: where each tensor of the checkpoint lies, and how to map the memory.
-#
-# The driver carries it from one process to the other, hence no torch here. How memory is mapped is a transport's
-# affair: rollout.shared_base on a card, rollout.shared_base on a CPU.
+# A Manifest tells the learner where each tensor of the checkpoint lies in the memory of a generator's engine.
+# rollout.shared_base maps that memory, on a card by CUDA IPC and on a CPU by a shared file.
 
 Transport = Literal["cuda_ipc", "shared_file"]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of the checkpoint as elements of one of the engine's parameters.
+    """A tensor of the checkpoint as a strided view of one of the engine's parameters.
 
-    Its element [i, j, ...] is element offset + i * strides[0] + j * strides[1] + ... of the parameter.
+    Element [i, j, ...] of the tensor is element offset + i * strides[0] + j * strides[1] + ... of the parameter.
     """
 
     parameter: str
@@ -303,13 +305,13 @@ class View:
 class Quantised:
     """A matrix of the checkpoint that the engine holds in NF4 (model.base: nf4).
 
-    Its view is the packed weights, two a byte: [elements / 2, 1] of uint8, without gaps. The scales of its blocks are a
-    piece, [elements / block] of float32.
+    The matrix's View is of the packed weights, two in a byte: [elements / 2, 1] of uint8, without gaps. The scales of
+    the matrix's blocks are a Piece of their own, [elements / block] of float32.
 
     Attributes:
-        shape: of the matrix, [out, in].
-        block: elements, in the order of its rows, that one scale belongs to.
-        scales: the name of their piece.
+        shape: shape of the matrix, [out, in].
+        block: how many elements, in row-major order, share a scale.
+        scales: key of the scales in Manifest.pieces.
     """
 
     shape: tuple[int, ...]
@@ -319,9 +321,9 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The memory of one of the engine's parameters, or of scales: [elements] of a torch type, without gaps.
+    """The memory of one of the engine's parameters, or of NF4 scales: [elements] of a torch dtype, without gaps.
 
-    digest: of its content (rollout.shared_base). handle: what its transport maps it by.
+    digest: digest of the content (rollout.shared_base). handle: bytes by which the transport maps the memory.
     """
 
     dtype: str
@@ -332,16 +334,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A base model that may be mapped.
+    """A generator's base model, described so that the learner can map it.
 
     Attributes:
-        transport: how; it decides what the handles are.
-        device: the card's UUID, or the machine; both processes must see the same.
-        owner: the generator's process; no two have the same.
-        pieces: by the engine's name of the parameter; of scales, by Quantised.scales.
-        views: by the checkpoint's name of the tensor.
-        refused: tensors of the checkpoint that are no view, and why.
-        quantised: by the checkpoint's name, which of the views are in 4 bits; {} with a base in 16 or 32.
+        transport: how the memory is mapped, which decides what the handles are.
+        device: UUID of the card, or name of the machine, which must be the same for both processes.
+        owner: identity of the generator's process; no two processes have the same.
+        pieces: the engine's name of a parameter, or Quantised.scales -> its memory.
+        views: the checkpoint's name of a tensor -> where it lies.
+        refused: the checkpoint's name of a tensor that cannot be a view -> the reason.
+        quantised: the checkpoint's name of a matrix in 4 bits -> its format; {} with a base in 16 or 32 bits.
     """
 
     transport: Transport

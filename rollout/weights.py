@@ -1,5 +1,8 @@
-"""Weights on their way from the learner to generators: as safetensors bytes or as a file in memory, and their
-digests."""
+"""Carries whole weights from the learner to the generators, and makes the digests by which their arrival is proven.
+
+The weights are packed as safetensors bytes. Within one machine they lie in a file in memory (WeightsFile), which
+generators map (WeightsReader). rollout.types.Weights and WeightsInFile describe what is sent.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,26 @@ from cluster import machine
 from cluster.actor import ValueLost
 from rollout.types import AdapterCorrupt, EngineError, Weights, WeightsInFile, digest_of_weights
 
-# Memory as a tensor of bytes.
-
 
 def as_bytes(memory: bytes | memoryview | mmap.mmap) -> Tensor:
-    """[bytes] uint8, on the memory itself. It may be memory that cannot be written, of which torch would warn."""
+    """[bytes] uint8, a tensor on the memory itself; without torch's warning where the memory is read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# Weights as safetensors bytes, one tensor at a time: what travels from the learner to a generator, and whole models in
-# files.
+# Safetensors, written and read one tensor at a time.
 #
-# safetensors' own save and load hold everything two or three times over. Whole weights are gigabytes, so here each
-# tensor is written where it will lie among the bytes, and a reader finds it there. Format: 8 bytes of length, little
-# endian; a JSON object of that length, name -> dtype, shape and place in what follows; the tensors, without gaps.
+# safetensors' own save and load hold everything two or three times over. Whole weights are gigabytes, so each tensor is
+# written directly to its place among the bytes, and is read there. The format is: 8 bytes of length, little endian; a
+# JSON object of that length, name -> dtype, shape and place in the rest; the tensors, without gaps.
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Source(NamedTuple):
-    """A tensor that is written into one of its shape when its turn comes."""
+    """A tensor to be packed. write(place) fills `place`, a tensor of that shape, when the tensor's turn comes."""
 
     shape: Sequence[int]
     write: Callable[[Tensor], object]
@@ -66,7 +66,7 @@ def _fresh_bytes(size: int) -> Tensor:
 
 @torch.no_grad()
 def pack(sources: Mapping[str, Source], dtype: torch.dtype, room: Callable[[int], Tensor] = _fresh_bytes) -> memoryview:
-    """Every tensor, in `dtype`. room: bytes -> where they are written, uint8."""
+    """All tensors in `dtype` as safetensors bytes. room: number of bytes -> the uint8 tensor to write them to."""
     header, places = _laid_out(sources, dtype)
     begin = len(header)
     payload = room(begin + max((end for _, end in places.values()), default=0))
@@ -80,7 +80,8 @@ def pack(sources: Mapping[str, Source], dtype: torch.dtype, room: Callable[[int]
 
 @torch.no_grad()
 def write(file: Path, sources: Mapping[str, Source], dtype: torch.dtype) -> None:
-    """The same as a file, of which no more than one tensor is in memory. transformers loads it."""
+    """Writes all tensors in `dtype` to a safetensors file that transformers can load, with no more than one tensor in
+    memory at a time."""
     header, _ = _laid_out(sources, dtype, {"__metadata__": {"format": "pt"}})
     with file.open("wb") as out:
         out.write(header)
@@ -93,7 +94,7 @@ def write(file: Path, sources: Mapping[str, Source], dtype: torch.dtype) -> None
 def _laid_out(
     sources: Mapping[str, Source], dtype: torch.dtype, beside: Mapping[str, Any] | None = None
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """What comes before the tensors, and where each begins and ends behind it."""
+    """Returns (the bytes before the tensors, where each tensor begins and ends behind these bytes, by name)."""
     entries: dict[str, Any] = dict(beside or {})
     places: dict[str, tuple[int, int]] = {}
     end = 0
@@ -107,9 +108,9 @@ def _laid_out(
 
 
 def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
-    """Name -> dtype, shape and data_offsets, and where the tensors begin.
+    """Returns (dtype, shape and data_offsets of each tensor by name; the byte at which the tensors begin).
 
-    Raises struct.error, ValueError or AttributeError for bytes that are no safetensors.
+    Raises struct.error, ValueError or AttributeError for bytes that are not safetensors.
     """
     (length,) = struct.unpack_from("<Q", payload)
     header: dict[str, Any] = json.loads(bytes(payload[8 : 8 + length]))
@@ -117,8 +118,11 @@ def header_of(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
 
 
 def unpack(payload: bytes | memoryview) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, each on the payload's own memory: to be read and never written to, since others read it, too,
-    and it may be mapped for reading alone. A copy would cost a second for each gigabyte, nearly all for fresh pages."""
+    """Name and tensor of each weight, on the payload's own memory.
+
+    The tensors must not be written to: other processes read the same memory, and it may be mapped read-only. A copy
+    would cost a second for each gigabyte, nearly all of it for fresh pages.
+    """
     header, begin = header_of(payload)
     whole = as_bytes(payload)
     for name, entry in header.items():
@@ -126,39 +130,43 @@ def unpack(payload: bytes | memoryview) -> Iterator[tuple[str, Tensor]]:
         yield name, whole[begin + start : begin + end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
-# Whole weights on their way within one machine: a file in the learner's memory, which generators map.
+# Whole weights within one machine: a file in the learner's memory, which generators map.
 #
-# In Ray's object store they would be a further copy, in shared memory, of which a container has 64 MiB unless it is
-# given more. The file takes none of that (memfd_create). It has two places, and each policy takes that of the policy
-# before the last: its pages are there, where fresh ones would cost more than the copy, and in a process on a card they
-# stay registered with CUDA, which copies from them several times as fast.
+# In Ray's object store whole weights would be one more copy, in shared memory, of which a container has 64 MiB unless
+# it is given more. The file takes no shared memory (memfd_create). It has two places, and a policy is written over the
+# policy before the last: the pages of that place exist already, while fresh pages would cost more than the copy itself.
+# In a process on a card they also stay registered with CUDA, which then copies from them several times as fast.
 #
-# The place of v is written again for v + 2, when every generator that the driver waits for has v, and v + 1 is
-# published. One that is being brought back is not waited for and may still read v: it looks at the version before it
-# loads and afterwards, and there is none while the learner writes (a sequence lock).
+# The place of version v is overwritten with v + 2 when every generator that the driver waits for has loaded v, and
+# v + 1 is published. Nobody waits for a generator that is being replaced, so such a one may still be reading v. It
+# compares the version of the place before and after loading; while the learner writes, the place has no version (a
+# sequence lock).
 
 log = logging.getLogger("rollout")
 
-_BEFORE = 64  # bytes before the weights: the version, and room so that tensors are aligned
-_WRITING = -1
+_BEFORE = 64  # bytes of a place before the weights: they hold the version, and keep the tensors aligned
+_WRITING = -1  # the version of a place that is being written
 
 
 class WeightsFile:
-    """The learner's end. places: policies that there is room for, 1 or 2."""
+    """The file as the learner writes it.
+
+    places: how many policies it has room for, 1 or 2. With 2 a policy is written over the policy before the last.
+    """
 
     def __init__(self, places: int = 2) -> None:
         self._places = places
         self._descriptor, self._capacity = -1, 0
-        self._offset = 0  # of the newest policy's place
+        self._offset = 0  # where the newest policy's place begins
         self._mapping: _Mapping | None = None
 
     def pack(self, version: int, sources: Mapping[str, Source], dtype: torch.dtype) -> WeightsInFile:
-        """Writes the weights in the place of those before the last, as `pack` does."""
+        """Packs the weights into the next place."""
         payload = pack(sources, dtype, self._room)
         return self._written(version, digest_of_weights(payload), len(payload))
 
     def copy(self, weights: Weights) -> WeightsInFile:
-        """Writes weights that came another way, in the same place."""
+        """Copies weights that are packed already into the next place."""
         size = len(weights.payload)
         self._room(size).numpy().data[:] = weights.payload
         return self._written(weights.version, weights.digest, size)
@@ -172,8 +180,8 @@ class WeightsFile:
         return WeightsInFile(version, digest, machine.name(), path, inode, self._offset, size)
 
     def _room(self, size: int) -> Tensor:
-        """[size] uint8, of no version from now on."""
-        if size > self._capacity:  # another file: at the first policy, since a run's do not grow
+        """[size] uint8: the place for the next policy, which has no version until it is written."""
+        if size > self._capacity:  # true for the first policy only: the weights of a run do not grow
             self.close()
             self._descriptor, self._capacity = os.memfd_create("gleaner-weights"), -(-size // _BEFORE) * _BEFORE
             os.ftruncate(self._descriptor, self._places * (_BEFORE + self._capacity))
@@ -189,7 +197,7 @@ class WeightsFile:
         return self._mapping
 
     def close(self) -> None:
-        """Lets go of the memory, once no reader has it mapped any more."""
+        """Unmaps and closes the file. Its memory is freed once no reader has it mapped any more."""
         if self._mapping is not None:
             self._mapping.end()
         if self._descriptor >= 0:
@@ -198,19 +206,21 @@ class WeightsFile:
 
 
 class WeightsReader:
-    """The end of a generator, and of each of its processes if it has several."""
+    """Maps the learner's file into a generator's process; each process of a generator with shards has its own."""
 
     def __init__(self) -> None:
         self._mapping: _Mapping | None = None
-        self._descriptor, self._inode = -1, 0  # of what is mapped
+        self._descriptor, self._inode = -1, 0  # of the mapped file
 
     async def load(self, place: WeightsInFile, load: Callable[[Weights], Awaitable[str]]) -> str | None:
-        """What `load` says of the weights; their place is one of this process, where they stay if the learner ends.
+        """Calls `load` with the weights on the mapped memory, and returns its result.
 
-        None if they are not, or were not until the end, those that are meant, since the learner has written newer ones
-        in their place: what was loaded is worth nothing then.
+        The `place` of these Weights names this process's descriptor of the file, which is valid even if the learner
+        ends. None if the learner overwrote the weights with newer ones before or during the load; what was loaded is
+        worthless then.
 
-        Raises ValueLost if the learner's process has ended, EngineError if its memory cannot be mapped, else as `load`.
+        Raises ValueLost if the learner's process has ended, EngineError if its memory cannot be mapped, and whatever
+        `load` raises.
         """
         mapping = await asyncio.to_thread(self._mapped, place)
         with self._using(mapping):
@@ -227,7 +237,8 @@ class WeightsReader:
 
     @contextmanager
     def payload(self, place: WeightsInFile) -> Iterator[memoryview]:
-        """The weights, for a process of a generator that sees to their version itself. Raises as load."""
+        """The weights on the mapped memory, for a caller whose generator checks the version itself. Raises ValueLost
+        and EngineError as `load` does."""
         mapping = self._mapped(place)
         with self._using(mapping):
             yield mapping.payload(place)
@@ -256,12 +267,12 @@ class WeightsReader:
 
 
 def _path_of(descriptor: int) -> str:
-    """At which other processes of this user find the file."""
+    """The path by which other processes of this user can open the file."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _opened(place: WeightsInFile) -> int:
-    """A descriptor."""
+    """A descriptor of the learner's file."""
     if place.machine != machine.name():
         raise EngineError(
             f"weights v{place.version}: the learner's memory cannot be mapped from here: generators and learner of one "
@@ -284,27 +295,27 @@ def _opened(place: WeightsInFile) -> int:
 
 
 def _on_card() -> bool:
-    """Whether this process computes on one."""
+    """Whether this process computes on a card."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class _Mapping:
-    """The file in the memory of this process, until the last tensor on it is gone.
+    """The file mapped into this process. The mapping lasts until the last tensor on it is gone.
 
-    kept: whether it is to stay mapped between two policies. On a card it is, registered with CUDA; on a CPU what is
-    mapped is of the memory that a role may take.
+    kept: whether the file stays mapped between two policies. On a card it does, registered with CUDA. On a CPU it does
+    not, since mapped memory counts towards the memory that a role may take.
     """
 
     def __init__(self, descriptor: int, *, writes: bool) -> None:
         self.kept = _on_card()
-        # What CUDA registers must be writable; on a CPU a write to what others read ends a reader's process.
+        # CUDA registers writable memory only. On a CPU readers map read-only, so that a write ends their process.
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writes or self.kept else 0)
         self._bytes = as_bytes(mmap.mmap(descriptor, 0, prot=protection))
         self._registered = self.kept and self._register()
 
     def _register(self) -> bool:
         cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # In a thread of its own: a refusal stays with the thread, and would fail the next kernel that it launches.
+        # CUDA keeps an error with the thread and raises it at the thread's next kernel, so this thread is a fresh one.
         with ThreadPoolExecutor(1) as thread:
             error = int(thread.submit(cuda.cudaHostRegister, self._bytes.data_ptr(), self._bytes.nbytes, 0).result())
         if error:
@@ -312,40 +323,40 @@ class _Mapping:
         return not error
 
     def version(self, offset: int) -> int:
-        """Of the policy in the place that begins there; _WRITING while there is none."""
+        """Version of the policy in the place that begins at `offset`; _WRITING while it is being written."""
         return int(self._bytes[offset : offset + 8].view(torch.int64)[0])
 
     def stamp(self, offset: int, version: int) -> None:
-        """Sets it."""
+        """Sets the version of the place that begins at `offset`."""
         self._bytes[offset : offset + 8].view(torch.int64)[0] = version
 
     def room(self, offset: int, size: int) -> Tensor:
-        """[size] uint8, for the weights of the place that begins there."""
+        """[size] uint8: the weights of the place that begins at `offset`."""
         return self._bytes[offset + _BEFORE : offset + _BEFORE + size]
 
     def payload(self, place: WeightsInFile) -> memoryview:
-        """The weights."""
+        """The bytes of the weights."""
         return self.room(place.offset, place.size).numpy().data
 
     def end(self) -> None:
-        """What is registered must be given back before it is unmapped."""
+        """Unregisters the memory with CUDA, which must happen before it is unmapped."""
         if self._registered:
             cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cuda.cudaHostUnregister(self._bytes.data_ptr())
 
 
-# A policy as name -> digest of each tensor, which the learner and an engine can both compute and then compare.
+# Digests of a policy's tensors, which the learner and an engine each compute, and which are then compared.
 #
-# Names and shapes are those of the payload (PEFT's for an adapter, the checkpoint's for weights). Values are those that
-# an engine computes with: in its type, and with alpha / r multiplied into an adapter's B, as vLLM does on loading. So
-# an engine cannot make the digests from the bytes that arrived; it has to read the tensors in use.
+# Names and shapes are those of the payload (PEFT's for an adapter, the checkpoint's for weights). The values are those
+# that an engine computes with: in its dtype, and with alpha / r multiplied into an adapter's B, as vLLM does on
+# loading. So the bytes that arrived do not give the digests; an engine must read the tensors in use.
 
-COLUMNS = 64  # of a matrix that are read back; see columns_of
-_SMALL = 1 << 20  # bytes; below that a thread costs more than it saves
+COLUMNS = 64  # columns of a matrix that are read back; see columns_of
+_SMALL = 1 << 20  # bytes of a tensor below which a thread costs more than it saves
 
 
 def digest_of_tensor(tensor: Tensor) -> str:
-    """sha256 hex of type, shape and values (bit for bit, so that -0.0 is not 0.0)."""
+    """sha256 hex of dtype, shape and values (bit for bit, so that -0.0 is not 0.0)."""
     values = tensor.detach().to("cpu").contiguous()
     found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
     found.update(values.reshape(-1).view(torch.uint8).numpy().data)
@@ -353,7 +364,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Name -> digest. Large tensors are hashed in threads, with no more of them held than there are threads."""
+    """The digest of each tensor by name. Large tensors are hashed in threads, of which each holds one at a time."""
     threads = min(8, os.cpu_count() or 1)
     found: dict[str, str] = {}
     pending: deque[tuple[str, Future[str]]] = deque()
@@ -362,7 +373,7 @@ def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
             if tensor.nbytes < _SMALL:
                 found[name] = digest_of_tensor(tensor)
                 continue
-            # Copied here: on a card another thread's stream would not wait for the kernel that makes the tensor.
+            # The copy is made in this thread: another thread's stream would not wait for the kernel that computes it.
             pending.append((name, pool.submit(digest_of_tensor, tensor.detach().to("cpu"))))
             if len(pending) >= threads:
                 first, digest = pending.popleft()
@@ -372,27 +383,27 @@ def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def read_of(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
-    """The part of a whole model's weight that is read back, in `dtype`: of a matrix the columns that columns_of names,
-    in memory of their own."""
+    """The part of a weight that is read back, in `dtype`: of a matrix a copy of the columns that columns_of chooses,
+    any other weight whole."""
     if weight.dim() != 2:
         return weight.to(dtype)
     return columns_read(weight, columns_of(version, weight.shape[1]), dtype)
 
 
 def columns_read(weight: Tensor, columns: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, len(columns)] of a matrix, in `dtype` or its own."""
-    # An engine may read by sums that begin with zero (see columns_of), which are never -0.0; adding zero does the same.
+    """[rows, len(columns)]: these columns of a matrix, in `dtype` or that of the matrix."""
+    # An engine may read columns by products (see columns_of), which never give -0.0. Adding zero turns -0.0 into 0.0.
     return weight[:, columns.to(weight.device)].to(dtype or weight.dtype) + 0.0
 
 
 @lru_cache(maxsize=16)  # a model has few widths and many matrices
 def columns_of(version: int, width: int) -> Tensor:
-    """[min(width, COLUMNS)] int64, ascending: columns of a matrix, other ones for each version.
+    """[min(width, COLUMNS)] int64, ascending: the columns of a matrix that are read back, drawn anew for each version.
 
-    Whole weights are gigabytes, and a CPU's kernels keep them in a repacked copy, which can be read only by multiplying
-    with unit vectors. That is exact, and for COLUMNS of them it costs as much as a prompt of that many tokens. A few
-    columns are enough: the digest proves that all bytes arrived, and a matrix that a load left as it was differs in
-    every column.
+    Whole weights are gigabytes, and a CPU's kernels keep a repacked copy of them, which can be read only by multiplying
+    with unit vectors. That is exact, and for COLUMNS columns it costs as much as a prompt of COLUMNS tokens. A few
+    columns are enough: the digest of the payload proves that all bytes arrived, and a matrix that a load left unchanged
+    differs in every column.
     """
     chosen = np.random.default_rng(version).choice(width, min(width, COLUMNS), replace=False)
     return torch.from_numpy(np.sort(chosen))
@@ -402,6 +413,6 @@ def columns_of(version: int, width: int) -> Tensor:
 
 
 def linear_layers(lm: Any) -> set[str]:
-    """Names of all linear layers of a causal language model of transformers but its output embedding."""
+    """Names of all linear layers, except the output embedding, of a causal language model of transformers."""
     head = lm.get_output_embeddings()
     return {name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head}

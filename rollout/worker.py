@@ -1,4 +1,5 @@
-"""RolloutWorker: a problem in, a scored group out, as one Arrow table. Knows nothing of GRPO."""
+"""RolloutWorker, the object in a generator's process: it has the engine sample a group for a problem, has the reward
+functions score the group, and returns it as one Arrow table. It knows nothing of GRPO."""
 
 import logging
 import time
@@ -36,35 +37,36 @@ Columns = dict[str, Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a rollout process needs to build itself; small, picklable, of border types only."""
+    """The settings from which a generator's process is built. They are small, and need neither torch nor vLLM."""
 
     rank: int
     run_id: str
     engine: EngineSettings
     rewards: tuple[RewardConfig, ...]
-    reward_workers: int
-    reward_memory: int  # bytes of each
+    reward_workers: int  # reward processes beside the engine
+    reward_memory: int  # bytes of each reward process
     make_engine: Callable[[EngineSettings], Engine]
     env: EnvSettings | None = None  # None: single completions
     judged: Judging = NOWHERE
     printed: Path | None = None  # file for what reward functions print
-    reward_processes: RewardProcesses | None = None  # None: reward_workers of them, beside the engine
+    reward_processes: RewardProcesses | None = None  # shared by all workers; None: reward_workers beside the engine
     chat_template: Template = "auto"  # data.chat_template
-    steps: int = 0  # of the run
+    steps: int = 0  # optimizer steps of the run
 
 
 class RolloutWorker(RolloutService):
-    """Stands at the top of the Buffer: generates a group, has it scored, hands it over.
+    """One engine with its reward functions, and with its environments if the run has any.
 
-    Consumes: problems (by call) and adapters. Produces: tables of rollout.schema. Waits for: engine and rewards only.
+    Each call takes problems and returns their groups as tables of rollout.schema; take_policy makes another policy the
+    newest. A call waits for the engine, the reward functions and the environments, for nothing else.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        # Only trajectories are rendered here: the prompts of single completions come as tokens.
+        # Only trajectories are rendered here: the prompts of single completions arrive as tokens.
         template_kwargs = spec.env.chat_template_kwargs if spec.env is not None else None
         self.chat = Chat.load(spec.engine.model, template_kwargs, spec.engine.stop, template=spec.chat_template)
-        self.scorer = _scorer(spec)  # its reward functions load while the engine starts
+        self.scorer = _scorer(spec)  # before the engine, so that the reward functions load while the engine starts
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None
@@ -74,8 +76,8 @@ class RolloutWorker(RolloutService):
             player = Player(dialogue, spec.env.limits, config.history)
             self.trajectories = Trajectories(spec.env, self.engine, player)
         concurrency = spec.env.concurrency if spec.env is not None else spec.engine.max_num_seqs
-        self._room = Room(min(spec.engine.max_num_seqs, concurrency))  # of `rollouts`
-        self._version = 0  # of the newest policy
+        self._room = Room(min(spec.engine.max_num_seqs, concurrency))  # for the groups that `rollouts` generates
+        self._version = 0  # version of the newest policy
         self._reader: WeightsReader | None = None
         self._sentences = Sentences(log)
 
@@ -113,11 +115,11 @@ class RolloutWorker(RolloutService):
         played = await self.trajectories.group(problem, sampling)
         opening = next((one.opening for one in played if one.began), ())
         if opening and not isinstance(problem.messages, str):
-            problem = replace(problem, messages=tuple(dict(one) for one in opening))  # as reward functions get them
+            problem = replace(problem, messages=tuple(dict(one) for one in opening))  # reward functions get these
         return await self._of_trajectories(self._opened(problem, played[0].rows[0].prompt_ids), played, by())
 
     def _opened(self, problem: Problem, prompt_ids: Sequence[int]) -> Problem:
-        """With the tag that its prompt ends in."""
+        """The problem with the opening tag that its rendered prompt ends in."""
         return replace(problem, prefilled=self.chat.prefilled(prompt_ids))
 
     def _progress(self, problem: Problem) -> Progress:
@@ -156,7 +158,7 @@ class RolloutWorker(RolloutService):
 
     @contextmanager
     def _engine_alive(self) -> Iterator[None]:
-        """Inside this block an engine that died makes this process unusable, and the error keeps the engine's words."""
+        """Turns EngineDied into Unusable, so that a fresh process takes the place of this one; keeps the message."""
         try:
             yield
         except EngineDied as error:
@@ -187,7 +189,7 @@ class RolloutWorker(RolloutService):
 
     def _weights_reader(self) -> "WeightsReader":
         if self._reader is None:
-            from rollout.weights import WeightsReader  # here: the driver, which loads no torch, reads this file
+            from rollout.weights import WeightsReader  # imported here, since the driver imports this file without torch
 
             self._reader = WeightsReader()
         return self._reader
@@ -219,12 +221,12 @@ class RolloutWorker(RolloutService):
 
 
 async def _nothing(weights: Weights) -> str:
-    """Loads them nowhere."""
     return weights.digest
 
 
 def _scorer(spec: WorkerSpec) -> Scorer | None:
-    """None where environments alone give rewards. A pool without functions says that nothing is scored."""
+    """None if environments alone give rewards. Without reward functions and environments the pool is empty, and each
+    completion gets the status that no function scored it."""
     if spec.reward_processes is not None:
         return SharedScorer(spec.reward_processes, spec.rank)
     if not spec.rewards and spec.env is not None:
@@ -233,8 +235,8 @@ def _scorer(spec: WorkerSpec) -> Scorer | None:
 
 
 def vllm_engine(settings: EngineSettings) -> Engine:
-    """The real engine; vLLM is imported in the process that runs it and nowhere else."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton, which it warns of
+    """Makes the vLLM engine. vLLM is imported only here, in the generator's process."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # torch warns of the missing Triton on a CPU
     from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(settings)

@@ -1,1 +1,1 @@
-"""Problems: where they come from, how they become prompts, and which are done."""
+"""Problems: reads them from data sources, makes prompts of them, and keeps track of which are done."""

@@ -1,4 +1,7 @@
-"""Messages to token ids and back: the only user of the chat template, so text is tokenised in one place and once."""
+"""Chat: turns messages into token ids and token ids into text, by the model's tokenizer, chat template and end tokens.
+
+All prompts and completions of a run pass through it, so that text is tokenised in one place and only once.
+"""
 
 import json
 import re
@@ -24,15 +27,16 @@ from rollout.data.observation import MARKER, USER, Observations, TemplateRefuses
 from rollout.data.ordinary_text import meaningful
 from rollout.types import split
 
-# Runs a function that is not trusted to end, under a deadline, in a copy of this process that can be killed.
+# A chat template is a program that need not end, so it is tried in a forked process that can be killed.
 
-MORE_BYTES = 2**30  # of memory that the copy may take beyond what this process has
+MORE_BYTES = 2**30  # memory that the forked process may take beyond what this process has
 
 
 def fails_within(seconds: float, function: Callable[[], object]) -> str:
-    """What is wrong if `function` does not come to an end in `seconds`, or its process dies; '' else.
+    """Runs `function` in a forked process. Returns what is wrong if it does not end in `seconds` or dies, else "".
 
-    What it returns or raises is ignored. It must not use threads of this process: the copy has none.
+    The result and exceptions of the function are ignored. It must not need threads, since the forked process has none
+    of this process's threads.
     """
     (found,) = forked([partial(_ended, function)], seconds, _limit_memory)
     if found.late:
@@ -53,13 +57,12 @@ def _limit_memory() -> None:
 
 # Variables of a chat template that a user sets: data.chat_template_kwargs.
 
-# What rendering itself sets: the prompt's messages, and the opening of the assistant's turn.
+# Variables that `render` sets and a user must not: the prompt's messages, and whether the assistant's turn is opened.
 OURS = ("messages", "add_generation_prompt")
 
 
 def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises WrongInput for a variable that the tokenizer's chat template does not read: jinja would ignore
-    it without a word."""
+    """Raises WrongInput for a variable that the chat template does not read, which jinja would silently ignore."""
     if not kwargs:
         return
     if not tokenizer.chat_template:
@@ -85,7 +88,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
 
 def _variables(tokenizer: Any) -> set[str]:
     """The variables that the chat template reads and does not define itself."""
-    # With its own tags (generation) and loop controls, which only transformers' environment parses.
+    # Only transformers' jinja environment parses the tag `generation` and loop controls.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     source = tokenizer.get_chat_template()
@@ -96,34 +99,38 @@ def _variables(tokenizer: Any) -> set[str]:
         raise WrongInput(f"model.path: the chat template must be valid jinja, and is not: {error}") from error
 
 
-# What a chat template writes behind an assistant's message: the end of the policy's turn, found by rendering one.
+# How a chat template ends the policy's turn, which is found by rendering conversations.
 #
-# A base model with ChatML is the usual case: its end token is <|endoftext|>, its template ends turns with <|im_end|>,
-# and where that is no stop token every completion goes on to the length limit.
+# The end of a turn need not be an end token of the model. The usual case is a base model with ChatML: its end token is
+# <|endoftext|>, its template ends turns with <|im_end|>. If that were no stop token, every completion would go on to
+# the length limit.
 
 ASKED = {"role": "user", "content": "askedQ7x"}
 SAID = {"role": "assistant", "content": MARKER}
 
 
 class TurnEnd(NamedTuple):
-    """token: the added token that ends the policy's turn and is none of the model's stop tokens; None where one of
-    those does, or no added token. text: what ends it where no token does, or begins the turn that follows; "" where
-    nothing is written there; None where a token ends it, or the template cannot be asked."""
+    """How a chat template ends the policy's turn, if not with a stop token of the model.
+
+    token: the added token that ends the turn; None if a stop token of the model does, or no added token. text: the text
+    that ends the turn, or begins the next one, if no token ends it; "" if the template writes nothing there; None if a
+    token ends the turn, or the template refuses the test conversation.
+    """
 
     token: str | None = None
     text: str | None = None
 
 
 def turn_end(observations: Observations, stops: Collection[str], added: Mapping[str, int]) -> TurnEnd:
-    """How a template ends the policy's turn. stops: the texts of stop tokens. added: text -> id of added tokens."""
+    """Finds how a template ends the policy's turn. stops: texts of the stop tokens. added: added token -> its id."""
     last = _behind(observations, ())
     if last is None:
         return TurnEnd()
     past = _behind(observations, (ASKED,)) or ""
     there = sorted((name for name in added if name in last or name in past), key=len, reverse=True)
     tokens = re.compile("|".join(map(re.escape, there)) or r"(?!)")
-    # What both have ends any turn. Behind a conversation's last turn may stand an end of the whole; and where a past
-    # turn ends with another token (gpt-oss), the policy samples what ends the last one.
+    # The common part of both ends any turn. Behind the last turn the template may also write the end of the whole
+    # conversation. If past turns end with another token than the last one (gpt-oss), the policy samples the last one's.
     common, last = _common(last, past, tokens), last.removesuffix(_always_opened(observations, last))
     texts = (_common(last, past, tokens), common, last, "" if last.strip() else past)
     for found in texts:
@@ -136,7 +143,8 @@ def turn_end(observations: Observations, stops: Collection[str], added: Mapping[
 
 
 def turn_marks(observations: Observations, added: Collection[str]) -> re.Pattern[str]:
-    """Those of the added tokens that the template puts around messages; of a template that cannot be asked none."""
+    """A pattern of the added tokens that the template writes around messages. It matches nothing if the template
+    refuses the test messages."""
     try:
         text = observations.render([USER, SAID, USER])
     except TemplateRefuses:
@@ -146,8 +154,7 @@ def turn_marks(observations: Observations, added: Collection[str]) -> re.Pattern
 
 
 def opens_with(observations: Observations) -> str | None:
-    """What the template writes between a user's message and the assistant's that answers it; None where it cannot be
-    asked."""
+    """The text between a user's message and the assistant's answer; None if the template refuses the test messages."""
     try:
         text = observations.render([ASKED, SAID], opened=False)
     except TemplateRefuses:
@@ -158,7 +165,7 @@ def opens_with(observations: Observations) -> str | None:
 
 
 def behind_asked(observations: Observations, *, opened: bool = True) -> str | None:
-    """What the template writes behind a user's message at the end of a prompt."""
+    """The text behind a user's message at the end of a prompt; None if the template refuses the test message."""
     try:
         _, asked, rest = observations.render([ASKED], opened=opened).partition(ASKED["content"])
     except TemplateRefuses:
@@ -177,7 +184,7 @@ def _behind(observations: Observations, more: tuple[dict[str, str], ...]) -> str
 
 
 def _always_opened(observations: Observations, last: str) -> str:
-    """What a template that opens the assistant's turn whether it is asked to or not writes behind the last message."""
+    """The opening of the assistant's turn at the end of `last`, if the template writes it even when not asked to."""
     behind, unasked = behind_asked(observations), behind_asked(observations, opened=False)
     if behind is None or behind != unasked:
         return ""
@@ -187,13 +194,13 @@ def _always_opened(observations: Observations, last: str) -> str:
 
 
 def _common(last: str, past: str, tokens: re.Pattern[str]) -> str:
-    """What both begin with, up to a token that they do not share."""
+    """The common beginning of both texts, without a part of a token."""
     size = next((i for i, (a, b) in enumerate(zip(last, past, strict=False)) if a != b), min(len(last), len(past)))
     cut = next((match.start() for match in tokens.finditer(last) if match.start() < size < match.end()), size)
     return last[:cut]
 
 
-LONGEST_TAG = 32  # tokens, white space included
+LONGEST_TAG = 32  # most tokens of an opening tag, white space included
 Messages = Sequence[Mapping[str, Any]]
 Prompt = tuple[dict[str, Any], ...] | str
 Template = Literal["auto", "none"]
@@ -201,12 +208,11 @@ NO_TEMPLATE = "this tokenizer has no chat template, or data.chat_template is non
 
 
 class Chat:
-    """How a model writes conversations: its chat template, tokenizer and end tokens.
+    """Writes and reads conversations as one model does, by its chat template, tokenizer and end tokens.
 
-    Where the tokenizer has a chat template, a prompt is its messages and is rendered with the opening of the
-    assistant's turn. Where it has none (a base model), or is not to be used (data.chat_template: none), a prompt is
-    plain text: the contents of the system and the user message, a blank line between them, encoded as the tokenizer
-    encodes any text.
+    With a chat template, a prompt is a list of messages, rendered up to the opening of the assistant's turn. Without
+    one (a base model, or data.chat_template: none), a prompt is plain text: the contents of the system and the user
+    message with a blank line between them, encoded as the tokenizer encodes any text.
     """
 
     def __init__(
@@ -222,13 +228,13 @@ class Chat:
         self.tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
         self._vocabulary, self._model_stops = vocabulary, tuple(stop_ids)
         check_kwargs(tokenizer, self._template_kwargs)
-        if "strftime_now" in str(tokenizer.chat_template):  # else a group that begins at midnight has two prompts
+        if "strftime_now" in str(tokenizer.chat_template):  # one date, so that no group has two prompts at midnight
             self._template_kwargs["strftime_now"] = datetime.now().strftime
         self.config: dict[str, Any] = dict(config or {})  # the model's config.json
         self.has_template = bool(tokenizer.chat_template)
         self._stop = tuple(stop)
-        self._dropped: set[int] = set()  # stop tokens that prompts would have ended in
-        self._marked = Counter[frozenset[str]]()  # prompts that hold marks of turns in a text, by these marks
+        self._dropped: set[int] = set()  # stop tokens that were left out at the end of prompts
+        self._marked = Counter[frozenset[str]]()  # turn marks in the text of a prompt -> how many prompts hold them
 
     @classmethod
     def load(
@@ -241,8 +247,8 @@ class Chat:
     ) -> "Chat":
         """The chat of the model at `path`, a folder or a hub name. Raises WrongInput.
 
-        template_kwargs: variables of its chat template (data.chat_template_kwargs). stop: rollout.stop; no prompt ends
-        in a special token of those either. template: data.chat_template.
+        template_kwargs: variables of the chat template (data.chat_template_kwargs). stop: rollout.stop; the special
+        tokens among these strings are left out at the end of prompts, as end tokens are. template: data.chat_template.
         """
         config = read_json(path, "config.json")
         if not config:
@@ -265,43 +271,41 @@ class Chat:
             )
         if template == "none":
             tokenizer.chat_template = None
-        # As transformers' generate: config.json counts where there is no generation_config.json.
+        # config.json counts if there is no generation_config.json, as in transformers' generate.
         generation = read_json(path, "generation_config.json") or text_of(config)
         ends = [tokenizer.eos_token_id, generation.get("eos_token_id")]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
         context = text_of(config).get("max_position_embeddings", 0)
         _check_whole(path, {"vocab_size": [vocabulary], "eos_token_id": flat, "max_position_embeddings": [context]})
-        known = [i for i in dict.fromkeys(flat) if 0 <= i < int(vocabulary)]  # another can never be sampled
+        known = [i for i in dict.fromkeys(flat) if 0 <= i < int(vocabulary)]  # other ids can never be sampled
         return cls(tokenizer, known, int(vocabulary), config, template_kwargs, stop)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end the policy's turn: those of the model, and the one that its chat template ends turns
-        with, if that is another."""
+        """The ids that end the policy's turn: the model's end tokens, and that of the chat template if it differs."""
         token = self._turn_end.token
         return self._model_stops if token is None else (*self._model_stops, self._added[token])
 
     @cached_property
     def observations(self) -> Observations:
-        """How the chat template writes what stands behind a sampled turn."""
+        """The converter of the messages that follow a sampled turn."""
         return Observations(self.tokenizer, self.stop_ids, self._template_kwargs)
 
     @cached_property
     def _added(self) -> dict[str, int]:
-        """The added tokens that mean something, and that the model has."""
+        """Text -> id of the added tokens that have a meaning (rollout.data.ordinary_text) and are in the model."""
         return {text: id_ for text, id_ in meaningful(self.tokenizer).items() if id_ < self._vocabulary}
 
     @cached_property
     def _turn_end(self) -> TurnEnd:
-        """Found when it is first asked for, so that a template which does not come to an end can be tried before."""
+        """How the template ends turns. It is found on the first use, so that `try_template` can come before."""
         if not self.has_template:
             return TurnEnd()
         template = Observations(self.tokenizer, self._model_stops, self._template_kwargs)
         return turn_end(template, {self.decode([one], special=True) for one in self._model_stops}, self._added)
 
     def notes(self, stop: Sequence[str]) -> tuple[str, ...]:
-        """What a user should know of prompts and ends, a line each; after the prompts were rendered. stop:
-        rollout.stop."""
+        """Lines for the user about prompts and ends of turns, once prompts were rendered. stop: rollout.stop."""
         told = []
         if (token := self._turn_end.token) is not None:
             told.append(
@@ -325,20 +329,20 @@ class Chat:
         return (*told, *self.left_out())
 
     def left_out(self) -> tuple[str, ...]:
-        """Those of `notes` that are of prompts."""
+        """A line for each stop token that was left out at the end of prompts; these are part of `notes`."""
         what = "chat template" if self.has_template else "tokenizer"
         tokens = sorted(self.decode([one], special=True) for one in self._dropped)
         return tuple(f"data: the {what} ends prompts with the stop token {one!r}, which is left out" for one in tokens)
 
     @property
     def context(self) -> int | None:
-        """Tokens that prompt and completion may have together; None where the model says nothing."""
+        """Most tokens that prompt and completion may have together; None if config.json does not say."""
         return text_of(self.config).get("max_position_embeddings")
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[Prompt, tuple[int, ...]]:
-        """What the model is given (messages, or plain text without a template) and its token ids [P].
+        """Returns (the prompt: messages, or plain text without a template; its token ids [P]). Raises WrongInput.
 
-        tools: what it may call, in the form of rollout.env.protocol.ToolSpec.
+        tools: the tools that the policy may call, in the form of rollout.env.protocol.ToolSpec.
         """
         if tools and not self.has_template:
             raise WrongInput(
@@ -351,7 +355,7 @@ class Chat:
         if marks := frozenset(mark for one in prompt for mark in self._turn_marks.findall(str(one["content"]))):
             self._marked[marks] += 1
         try:
-            # return_dict: transformers 5 answers with a dictionary of ids and mask unless told not to.
+            # Without return_dict=False, transformers 5 returns a dictionary of ids and mask.
             ids = self.tokenizer.apply_chat_template(
                 list(prompt),
                 tools=[dict(tool) for tool in tools] or None,
@@ -359,24 +363,24 @@ class Chat:
                 return_dict=False,
                 **self._template_kwargs,
             )
-        except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
+        except Exception as error:  # a template is a program and may raise any exception
             raise _refused(prompt, error) from error
         return prompt, self._known(self._open_ended(ids, prompt[-1]["content"]))
 
     def _encoded(self, text: str) -> Sequence[int]:
-        """A text as the tokenizer writes any; without its own beginning where the text, rendered already, has one."""
+        """The ids of a plain text. If the text begins with the tokenizer's bos token, that token is not added again."""
         ids: list[int] = self.tokenizer.encode(text)
         twice = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id
         return ids[1:] if twice and text.startswith(str(self.tokenizer.bos_token)) else ids
 
     @cached_property
     def _turn_marks(self) -> re.Pattern[str]:
-        """The special tokens that the chat template puts around messages, but the one that begins any text."""
+        """A pattern of the special tokens that the chat template writes around messages, except the bos token."""
         return turn_marks(self.observations, [name for name in self._added if name != self.tokenizer.bos_token])
 
     def converse(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
-        """The ids of `render` for a conversation with an environment: no text in it makes a special token, but what the
-        template writes and rollout.data.ordinary_text.OwnText."""
+        """The ids [P] of a conversation with an environment, as `render` gives them; but text in a message makes no
+        special token, unless it is rollout.data.ordinary_text.OwnText."""
         if not self.has_template:
             return self.render(messages, tools)[1]
         try:
@@ -386,21 +390,22 @@ class Chat:
         return self._known(self._open_ended(ids, ""))
 
     def count(self, text: str) -> int:
-        """Tokens of a piece of text by itself."""
+        """How many tokens a text has by itself."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def observe(
         self, messages: Messages, closed_by: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """Token ids that the template puts behind a sampled turn: these messages (roles tool and user, contents as
-        text), and the opening of the next turn.
+        """The token ids that follow a sampled turn: these messages, as the template writes them, and the opening of the
+        next turn.
 
-        closed_by: the last token of the sampled turn, a stop token, which is not written again; None where the turn
-            was cut off or ended with a stop string, so that the template's own ending comes first.
-        tools: those that the conversation began with.
+        messages: of roles tool and user, with text as contents.
+        closed_by: the last token of the sampled turn, if it is a stop token, which is not written again; None if the
+            turn was cut off or ended with a stop string, so that the template's own ending comes first.
+        tools: the tools that the conversation began with.
 
         Raises UnclosedTurn if the template ends such a turn with another stop token, WrongInput if it refuses the
-        messages, drops them, or ends a turn that is past in a way that is not recognised.
+        messages, drops them, or ends a past turn in an unknown way.
         """
         if not self.has_template:
             raise WrongInput(
@@ -410,17 +415,18 @@ class Chat:
         return self._known(self._open_ended(self.observations.ids(messages, closed_by, tools), ""))
 
     def prefilled(self, prompt_ids: Sequence[int]) -> str:
-        """The opening tag, such as <think>, that a prompt ends in, and the white space behind it; "" for none."""
+        """The opening tag, such as <think>, with which a prompt ends, and the white space behind it; "" for none."""
         return self._opening(tuple(prompt_ids[-LONGEST_TAG:]))
 
     @cached_property
     def _opening(self) -> Callable[[tuple[int, ...]], str]:
-        """Most prompts of a template have the same end."""
+        """Finds the opening tag at the end of ids, with a cache, since most prompts of a template end alike."""
         return lru_cache(maxsize=1024)(lambda ids: opening_at_end(self.decode(ids, special=True)))
 
     def _open_ended(self, ids: Sequence[int], said: str) -> Sequence[int]:
         """The ids of a prompt without stop tokens at its end, behind which the policy would not answer. said: the last
-        text in it. Raises WrongInput where they do not come from tokenizer or template alone, or belong to the turn."""
+        text in the prompt. Raises WrongInput if a stop token is part of that text, or ends the user's turn in a
+        template that does not open the assistant's."""
         size = len(ids)
         while size and ids[size - 1] in self._ends:
             size -= 1
@@ -446,17 +452,16 @@ class Chat:
 
     @cached_property
     def _ends_anew(self) -> bool:
-        """Whether an end that the template writes behind a prompt is none of the user's turn, which stands before each
-        answer."""
+        """Whether what the template writes at the end of a prompt is more than the end of the user's turn, which also
+        stands between a user's message and the answer."""
         between, behind = opens_with(self.observations), behind_asked(self.observations)
         return between is None or behind is None or not between.startswith(behind.rstrip())
 
     def try_template(self, seconds: float, roles: Sequence[str]) -> None:
-        """Renders short conversations, one of these roles and one with an assistant's turn, in a process that can be
-        killed. Raises WrongInput if the template does not come to an end in `seconds`; an error that it raises itself
-        is left to `render`."""
+        """Renders short conversations in a forked process: one of these roles, and one with an assistant's turn. Raises
+        WrongInput if the template does not end in `seconds`. An exception of the template is left to `render`."""
 
-        def rendered() -> object:  # as text: the tokenizer's own threads are not there in a copy of this process
+        def rendered() -> object:  # only text, since a forked process lacks the threads of the tokenizer
             return [
                 self.tokenizer.apply_chat_template(
                     [{"role": role, "content": "1+1?"} for role in of], add_generation_prompt=True, tokenize=False,
@@ -469,14 +474,14 @@ class Chat:
             raise WrongInput(f"model.path: the model's chat template {wrong}; correct it, or give another model")
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """What ends a completion: the model's end tokens and those of rollout.stop that are special tokens, by id; and
-        the other strings. Raises WrongInput for a string that could never end one."""
+        """Returns (ids that end a completion: stop_ids and the special tokens among `strings`; the other strings).
+        strings: rollout.stop. Raises WrongInput for a string that could never end a completion."""
         ids, others = split(self.tokenizer, strings)
         return tuple(dict.fromkeys([*self.stop_ids, *ids])), others
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Token ids [T] -> text exactly as it was generated, without special tokens, and the stop token at its end,
-        unless `special`: several models mark tool calls with them."""
+        """The text of token ids [T], exactly as it was generated. Special tokens and a stop token at the end are left
+        out unless `special`, since several models mark tool calls with special tokens."""
         if not special and len(ids) and ids[-1] == self._silent_stop:
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -484,12 +489,12 @@ class Chat:
 
     @cached_property
     def _silent_stop(self) -> int | None:
-        """A stop token that the chat template ends turns with, and the tokenizer does not call special."""
+        """A stop token that only the chat template has; `decode` leaves it out, since it may not be special."""
         token = self._turn_end.token
         return None if token is None else self._added[token]
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids. Raises WrongInput for one that the model does not have."""
+        """Returns the ids. Raises WrongInput for an id that the model does not have."""
         if (highest := max(ids, default=0)) >= self._vocabulary:
             raise WrongInput(
                 f"data: the text holds {self.tokenizer.convert_ids_to_tokens(highest)!r}, a special token of the "
@@ -509,8 +514,8 @@ def _refused(messages: Messages, error: BaseException) -> WrongInput:
 
 
 def prompt_of(messages: Messages, *, template: bool) -> Prompt:
-    """What reward functions are given as the prompt: messages where the model has a chat template, else the text that
-    it continues. Raises WrongInput."""
+    """The prompt as reward functions are given it: messages if the model has a chat template, else plain text. Raises
+    WrongInput."""
     return tuple(dict(message) for message in messages) if template else _plain(messages)
 
 
@@ -525,7 +530,7 @@ def _plain(messages: Messages) -> str:
 
 
 def _check_tokens(tokenizer: Any, stop_ids: Sequence[int], vocabulary: int) -> None:
-    # A special token beyond them, as Gemma 3's for images, does no harm until a prompt holds it.
+    # A special token with a higher id, as Gemma 3 has for images, does no harm until a prompt holds it.
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     highest = max(set(tokenizer.get_vocab().values()) - special, default=0)
     if highest >= vocabulary:

@@ -1,4 +1,5 @@
-"""Problems that lie on this machine: JSON lines, JSON, CSV and Parquet files, and folders of datasets' save_to_disk."""
+"""Reads rows from files on this machine: JSON lines, JSON, CSV, Parquet, and folders written by datasets'
+save_to_disk."""
 
 import glob
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,20 +16,24 @@ __all__ = ["DATA", "EVAL", "Names", "Row"]
 FORMATS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".tsv": "csv", ".ndjson": "json",
 }  # fmt: skip
-LINES = (".jsonl", ".ndjson")  # of an object each
-FEW = 3  # rows that are looked at first
-SMALL = 8 * 2**20  # bytes of files that are read whole for that
-UNPACKED = 8  # times the bytes of a packed file, about
-SAVED = ("dataset_dict.json", "state.json")  # one of them lies in a folder of save_to_disk
+LINES = (".jsonl", ".ndjson")  # formats with one object on each line
+FEW = 3  # rows that `beginning` returns
+SMALL = 8 * 2**20  # bytes of files that `beginning` reads whole
+UNPACKED = 8  # about how many times larger a packed file is when it is unpacked
+SAVED = ("dataset_dict.json", "state.json")  # a folder of save_to_disk contains one of these files
 
 
 class Names(NamedTuple):
-    """What messages call what names a source; and the split of several that is meant where none is named."""
+    """The configuration keys of a source, for error messages, and its default split.
+
+    path, split, size: the keys. usual: the split that is read if none is named and there are several. others: further
+    keys that may be wrong when a source cannot be read.
+    """
 
     path: str
     split: str
     usual: str = "train"
-    others: str = " and data.args"  # what else may be wrong
+    others: str = " and data.args"
     size: str = "data.size"
 
 
@@ -37,12 +42,12 @@ EVAL = Names("data.eval.path", "data.eval.split", usual="test", size="data.eval.
 
 
 def is_file_name(path: str) -> bool:
-    """Whether a name ends as the files do that can be read here."""
+    """Whether a name has the ending of a format that can be read here."""
     return _format(path) in FORMATS
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a name stands for those files that fit it."""
+    """Whether a name is a pattern such as data/*.jsonl, and not the name of an existing file."""
     return glob.has_magic(path) and not _exists(path)
 
 
@@ -52,9 +57,9 @@ def plain_name(path: str) -> str:
 
 
 def find(path: str, key: str) -> Path | None:
-    """The file or folder at `path`; None where the name can only be one of the hub. Raises WrongInput.
+    """The file or folder at `path`; None if the path can only be a hub name. Raises WrongInput.
 
-    key: of the configuration, for the message.
+    key: the configuration key, for the error message.
     """
     try:
         there = Path(path).expanduser()
@@ -74,7 +79,8 @@ def find(path: str, key: str) -> Path | None:
 
 
 def matching(pattern: str, key: str) -> list[Path]:
-    """The files that fit a pattern such as data/*.jsonl, by name. Raises WrongInput if there are none, or others."""
+    """The files that match a pattern such as data/*.jsonl, sorted. Raises WrongInput if there are none, or if some
+    cannot be read here."""
     there = sorted(Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))
     found = [file for file in there if file.is_file()]
     if not found:
@@ -96,10 +102,10 @@ def is_saved(folder: Path) -> bool:
 def read_files(
     files: Sequence[Path], split: str | None, args: Mapping[str, Any], size: int | None, names: Names
 ) -> Sequence[Row]:
-    """The first `size` rows of a split of files of one kind: all of them are `train`, a part is for example
+    """The first `size` rows of a split of files of one format. The only split is `train`, or a part of it such as
     `train[:100]`.
 
-    Raises WrongInput, and of CSV and Parquet whatever the library says.
+    Raises WrongInput, and for CSV and Parquet the library's own errors.
     """
     split = split or "train"
     if split.partition("[")[0] != "train":
@@ -126,8 +132,11 @@ def read_files(
 
 
 class Beginning(NamedTuple):
-    """The first rows of a source. whole: whether they are those of a run; else only their columns are, since what a
-    cell means may depend on those of all rows, or on the library that reads them."""
+    """The first rows of a source.
+
+    whole: whether the rows are exactly those of a run. If not, only the column names are: what a cell means may depend
+    on the cells of all rows, or on the library that reads them.
+    """
 
     rows: Sequence[Row] = ()
     whole: bool = False
@@ -136,8 +145,8 @@ class Beginning(NamedTuple):
 def beginning(
     files: Sequence[Path], split: str | None, args: Mapping[str, Any], size: int | None, names: Names
 ) -> Beginning:
-    """Of small files, which are read whole for it (of these the first `size` rows), and of larger ones whose columns
-    stand at a known place. Raises as read_files."""
+    """The first rows of files that are small, or whose columns stand at a known place; else no rows. Raises as
+    read_files."""
     kind, packing = FORMATS[_format(files[0].name)], packing_of(files[0].name)
     if sum(file.stat().st_size for file in files) * (UNPACKED if packing else 1) <= SMALL and kind != "parquet":
         return Beginning(read_files(files, split, args, size, names)[:FEW], whole=True)
@@ -160,7 +169,7 @@ def _csv_file(file: Path, names: Names) -> CsvFile:
 def read_json(
     files: Iterable[tuple[Path, str, bool]], names: Names, size: int | None, field: str | None = None
 ) -> Packed:
-    """The first `size` rows of files, each given with how it is packed and whether it holds an object a line."""
+    """The first `size` rows of JSON files. Each file is given as (file, packing, whether each line is an object)."""
     rows = (
         row
         for file, packing, lines in files
@@ -173,13 +182,13 @@ def read_json(
 
 
 def part_of(rows: Packed | list[Row], split: str, size: int | None, names: Names) -> Sequence[Row]:
-    """Those of a split of files, which may be a part of `train`, and of these the first `size`."""
+    """The first `size` of the rows that belong to a split, `train` or a part of it."""
     start, stop = slice_of(split, {"train": len(rows)}, names)[1:]
     return cut(rows, start, stop, size)
 
 
 def cut(rows: Packed | list[Row], start: int, stop: int, size: int | None) -> Sequence[Row]:
-    """From one position up to another, at most `size`."""
+    """The rows from position `start` up to `stop`, at most `size` of them."""
     stop = stop if size is None else min(stop, start + size)
     if (start, stop) == (0, len(rows)):
         return rows
@@ -189,7 +198,7 @@ def cut(rows: Packed | list[Row], start: int, stop: int, size: int | None) -> Se
 def read_saved(
     folder: Path, split: str | None, args: Mapping[str, Any], size: int | None, names: Names
 ) -> Sequence[Row]:
-    """The first `size` rows of one split of a folder of save_to_disk; a data set without splits is `train`.
+    """The first `size` rows of a split in a folder of save_to_disk. A data set without splits is `train`.
 
     Raises WrongInput.
     """
@@ -205,10 +214,10 @@ def read_saved(
 
 
 def slice_of(split: str, sizes: Mapping[str, int], names: Names) -> tuple[str, int, int]:
-    """Name, first and last row of a split written as datasets writes it: name[from:to], in rows or percent."""
+    """Returns (name, first row, end) of a split in datasets' notation name[from:to], in rows or percent."""
     if split in sizes:
         return split, 0, sizes[split]
-    import datasets  # slow to import, and few write slices
+    import datasets  # imported here, since the import is slow and slices are rare
 
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(sizes))
@@ -222,7 +231,7 @@ def slice_of(split: str, sizes: Mapping[str, int], names: Names) -> tuple[str, i
 
 
 def packing_of(path: str) -> str:
-    """The ending of a packed file's name, a key of PACKED; nothing of another."""
+    """The ending of a packed file's name, a key of PACKED; "" for a file that is not packed."""
     return suffix if (suffix := Path(path).suffix) in PACKED else ""
 
 

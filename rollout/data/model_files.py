@@ -1,4 +1,4 @@
-"""Files of models: where they are, in a folder or on the hub, and whether their weights are there and whole."""
+"""Finds and reads a model's files, in a folder or on the hub, and checks that its weights are there and undamaged."""
 
 import json
 import logging
@@ -24,21 +24,20 @@ from cluster.errors import WrongInput
 from cluster.reading import MIB, opened, read_mapping, read_text
 from rollout.data.files import is_file_name, is_pattern
 
-# One quick connection tells whether the hub can be reached; its client would try for half a minute at each file.
-
+# Whether the hub can be reached. One quick connection tells; the hub's client would try for half a minute at each file.
 
 log = logging.getLogger("rollout")
 
-CONNECT_S = 4.0
-# Modules that read HF_HUB_OFFLINE as they are imported, which may have happened.
+CONNECT_S = 4.0  # seconds that the connection may take
+# Modules that read HF_HUB_OFFLINE when they are imported, which may have happened before `settle`.
 READERS = ("huggingface_hub.constants", "datasets.config")
-PINNED = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)@(.+)")
-LONGEST = 200  # letters of a name that is looked for on the disk
+PINNED = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)@(.+)")  # name@revision
+LONGEST = 200  # letters of a name that is looked for on the disk; a longer one is no file's name
 
 
 def settle(paths: Iterable[str | None]) -> None:
     """Sets HF_HUB_OFFLINE, for this process and those that it starts, if one of `paths` is a hub name and the hub
-    cannot be reached. Behind a proxy nothing is tried."""
+    cannot be reached. Behind a proxy this does nothing."""
     if switched_off() or getproxies() or not any(path and is_hub_name(path) for path in paths):
         return
     if (host := unreachable()) is None:
@@ -51,33 +50,32 @@ def settle(paths: Iterable[str | None]) -> None:
 
 
 def switched_off() -> bool:
-    """Whether the environment says so, read as huggingface_hub does."""
+    """Whether environment variables switch the hub off, by huggingface_hub's own rules."""
     said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")
     return said.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def unreachable() -> str | None:
-    """The hub's host, if it cannot be reached within CONNECT_S."""
+    """The hub's host, if it cannot be reached within CONNECT_S seconds; else None."""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     host, port = url.hostname or "huggingface.co", url.port or (80 if url.scheme == "http" else 443)
     return None if _connects(host, port) else host
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path of a model or of data names something on the hub."""
+    """Whether the path of a model or of data is a hub name."""
     local = path.startswith(("/", ".", "~", "rg:", "env:")) or is_file_name(path) or is_pattern(path)
     plain = path.count("/") <= 1 and not local
     return plain and len(path) < LONGEST and not Path(path).exists()
 
 
 def joined(name: str, revision: str | None) -> str:
-    """`name@revision`: what a model with a revision is called in every process that reads it. Without one its name, or
-    its folder."""
+    """`name@revision`, by which all processes name a model with a revision; without a revision the name itself."""
     return name if revision is None else f"{name}@{revision}"
 
 
 def split(model: str) -> tuple[str, str | None]:
-    """(name, revision) of what `joined` gave."""
+    """Returns (name, revision) of a model that `joined` has named."""
     found = PINNED.fullmatch(model)
     if found is None or (len(model) < LONGEST and Path(model).exists()):
         return model, None
@@ -85,7 +83,7 @@ def split(model: str) -> tuple[str, str | None]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Of the folder that a model's commit has in the hub's cache, the commit. Else None."""
+    """The commit of a model's folder in the hub's cache; None for any other folder."""
     found = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})$", str(folder))
     return found[1] if found is not None else None
 
@@ -100,19 +98,19 @@ def _connects(host: str, port: int) -> bool:
             return
         reached.set()
 
-    # In a thread: looking up a name has no time-out of its own.
+    # The attempt has a thread of its own, since the look-up of a host's name has no time-out.
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(CONNECT_S)
     return reached.is_set()
 
 
-# Tokenizer and JSON files of a model, from a folder or from the hub.
+# A model's tokenizer and JSON files, from a folder or from the hub.
 
-CONFIG = "config.json"  # which every model has
-LONGEST_TEMPLATE = MIB  # bytes
-# Tokenizers that AutoTokenizer would load with this very class. Named here because the class alone does not import
-# torch and AutoTokenizer does: 2 s instead of 6 s, and 300 MB less in every process that only needs the words.
+CONFIG = "config.json"  # every model has this file
+LONGEST_TEMPLATE = MIB  # bytes of a chat template
+# Tokenizer classes that AutoTokenizer would load as PreTrainedTokenizerFast. That class does not import torch, which
+# AutoTokenizer does: 2 s instead of 6 s, and 300 MB less in every process that only needs a tokenizer.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -142,14 +140,14 @@ def load_tokenizer(path: str) -> Any:
 def _is_folder(path: str) -> bool:
     try:
         return Path(path).is_dir()
-    except (OSError, ValueError):  # a name that is too long
+    except (OSError, ValueError):  # the name is too long, or cannot be a path
         return False
 
 
 def hub_file(model: str, file: str) -> Path | None:
-    """A file of a hub's model (`name` or `name@revision`), downloaded where it is not in the cache; None where it has
-    no such file. Offline, what a cached commit does not have counts as not there. Raises WrongInput."""
-    # Not above: 50 ms, and each process reads the JSON of a folder first.
+    """A file of a hub model (`name` or `name@revision`), which is downloaded if it is not in the cache. None if the
+    model has no such file; offline, if the cached commit has none. Raises WrongInput."""
+    # Imported here, since this takes 50 ms and folders do not need it.
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -193,8 +191,8 @@ def _not_cached(name: str, revision: str | None) -> str:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """One JSON file of a model folder or of a hub model (`name` or `name@revision`); empty where the model has no such
-    file. Raises WrongInput."""
+    """The content of a JSON file of a model's folder or of a hub model (`name` or `name@revision`); {} if the model has
+    no such file. Raises WrongInput."""
     hub_name, _ = split(path)
     if _is_folder(path):
         file = Path(path) / name
@@ -215,8 +213,8 @@ def read_json(path: str, name: str) -> dict[str, Any]:
 
 
 def template_in(folder: Path, key: str = "model.path", then: str = "copy it again") -> str | None:
-    """The chat template in a folder of a model or an adapter, of several the one named "default"; None where there is
-    none. Raises WrongInput, which names `key` and says what to do `then`."""
+    """The chat template in the folder of a model or an adapter; if there are several, the one named "default"; None if
+    there is none. Raises WrongInput, which names `key` and says what to do `then`."""
     try:
         return read_text(folder / "chat_template.jinja", LONGEST_TEMPLATE)
     except WrongInput as error:
@@ -236,18 +234,18 @@ def has_template(path: str) -> bool:
     return bool(found)
 
 
-# Models that bring Python code of their own (`auto_map` in config.json), which is never run.
+# Some models come with Python code of their own (`auto_map` in config.json), which gleaner never runs.
 
 
 def needs_own_code(config: Mapping[str, Any]) -> str | None:
-    """The part of the model that only its own code can build; None if transformers can build all of it.
+    """The part of the model that only the model's own code can build; None if transformers can build all of it.
 
-    Folders of well-known architectures often still bring code from before transformers had them: these pass.
+    Folders of well-known architectures often still hold code from before transformers had them, which does not matter.
     """
     brought: Mapping[str, Any] = config.get("auto_map") or {}
     if not brought:
         return None
-    # Here: with torch, 10 s where nothing has imported it yet; and few models bring code.
+    # Imported here, since this imports torch, which may take 10 s, and few models come with code.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -261,54 +259,53 @@ def needs_own_code(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Weights at rest: whether every file of a model or adapter is there and whole, and holds what it must, without loading
-# any of it.
+# Weight files of a model or an adapter: are all there, complete and valid? The weights are not loaded for this.
 #
 # A safetensors file is 8 bytes (n, little-endian), n bytes of JSON ({tensor: {dtype, shape, data_offsets}}), and the
-# tensors one after the other: a file that is cut, or is something else, is known by its size. Whether all numbers are
-# finite is known by reading them once, in pieces.
+# tensors one after the other, so its size shows whether the file is truncated or something else. To find numbers that
+# are not finite, all tensors are read once, in pieces.
 
-WEIGHTS_FILE = "adapter_model.safetensors"  # of a PEFT adapter
+WEIGHTS_FILE = "adapter_model.safetensors"  # the weights of a PEFT adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST_HEADER = 100 * 10**6  # bytes; the limit of the safetensors library
-SHOWN = 3  # names in a message
-# Of a floating-point number with all bits of its exponent set, which is inf or nan, the bits as a whole number are at
-# least this without the sign; of the seven of F8_E4M3, which has no inf, nan alone has all set. So the largest signed
-# and the largest unsigned one of a tensor tell of all.
+SHOWN = 3  # names in an error message
+# dtype -> (bytes, the bits of inf, or of F8_E4M3's nan, as a whole number). Without the sign, the bits of inf and nan
+# are at least this number, and those of finite numbers are less. So the greatest value of a tensor's bits as signed and
+# the greatest as unsigned numbers tell whether all are finite.
 EXPONENTS = {
     "F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F32": (4, 0x7F800000), "F64": (8, 0x7FF0 << 48),
     "F8_E5M2": (1, 0x7C), "F8_E4M3": (1, 0x7F),
 }  # fmt: skip
-PIECE = 2**20  # bytes that are looked at at once: they stay in a core's cache
-SEGMENT = 2**26  # of a tensor, for one thread
+PIECE = 2**20  # bytes that are checked at once, so that they stay in a core's cache
+SEGMENT = 2**26  # bytes of a tensor that one thread checks
 THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file."""
+    """Where a tensor is in a safetensors file."""
 
-    dtype: str  # in safetensors' letters: BF16, F32, ...
+    dtype: str  # safetensors' name: BF16, F32, ...
     shape: tuple[int, ...]
     file: Path
-    begin: int  # of its bytes in the file
+    begin: int  # the first byte of the tensor in the file
 
     @property
     def nbytes(self) -> int:
-        """Of types of whole bytes, whose letters end in their bits."""
+        """Bytes of the tensor, for dtypes of whole bytes, whose names end in their bits."""
         bits = re.search(r"(\d+)", self.dtype)
         return math.prod(self.shape) * (int(bits[1]) if bits else 8) // 8
 
 
 def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | None:
-    """Every tensor of a model by name; None for a hub model of whose weights this machine's cache knows nothing.
+    """All weights of a model by name; None for a hub model whose weights are not in this machine's cache.
 
     Raises WrongInput, which names `key`.
     """
     try:
         folder = Path(path).expanduser()
         is_folder = folder.is_dir()
-    except (OSError, RuntimeError):  # what no folder is called: rollout.data.chat says so
+    except (OSError, RuntimeError):  # the path can be no folder's name, which rollout.data.chat reports
         return None
     if not is_folder:
         cached = next((file for name in (INDEX, SINGLE) if isinstance(file := _cached(path, name), str)), None)
@@ -330,7 +327,7 @@ def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | Non
 
 
 def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
-    """Every tensor of a PEFT adapter's folder by name. Raises WrongInput, which names `key`."""
+    """All weights in a PEFT adapter's folder by name. Raises WrongInput, which names `key`."""
     file = Path(folder).expanduser() / WEIGHTS_FILE
     if not file.is_file():
         raise WrongInput(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
@@ -338,7 +335,7 @@ def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
 
 
 def header(file: Path, key: str) -> dict[str, Stored]:
-    """The tensors of a safetensors file whose size is right. Raises WrongInput, which names `key`."""
+    """All tensors of a safetensors file by name. Raises WrongInput, which names `key`, if header or size are wrong."""
     try:
         with opened(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -418,13 +415,13 @@ def _cached(name: str, file: str) -> Any:
     try:
         model, revision = split(name)
         return try_to_load_from_cache(model, file, revision=revision)
-    except ValueError:  # no name that the hub could have: rollout.data.chat says so
+    except ValueError:  # the name cannot be a hub name, which rollout.data.chat reports
         return None
 
 
 def check_finite(stored: Mapping[str, Stored], path: str, key: str) -> None:
-    """Reads every tensor once, in pieces: 270 MB in a tenth of a second of one core. Raises WrongInput, which names
-    `key` and the tensors that hold nan or inf."""
+    """Raises WrongInput, which names `key` and the tensors, if tensors hold nan or inf. One core reads 270 MB in a
+    tenth of a second."""
     segments = [segment for one in stored.items() for segment in _segments(*one)]
     try:
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
@@ -436,7 +433,7 @@ def check_finite(stored: Mapping[str, Stored], path: str, key: str) -> None:
 
 
 def infinite(names: list[str], path: str, key: str) -> str:
-    """What a user is told of tensors that hold nan or inf."""
+    """The error message for tensors that hold nan or inf."""
     return (
         f"{key}: {path} holds numbers that are not finite (nan or inf) in {counted(names)}: {shown(names)}; copy or "
         "save the weights again"
@@ -444,17 +441,17 @@ def infinite(names: list[str], path: str, key: str) -> str:
 
 
 def counted(names: Collection[str]) -> str:
-    """So many tensors."""
+    """How many tensors, in words."""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
 
 
 def shown(names: list[str]) -> str:
-    """The first of them."""
+    """The first few of the names."""
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 def all_finite(bits: npt.NDArray[Any], exponent: int) -> bool:
-    """Whether numbers are neither inf nor nan, by their bits as signed whole numbers. exponent: see EXPONENTS."""
+    """Whether no number is inf or nan. bits: the numbers' bits as signed whole numbers. exponent: see EXPONENTS."""
     if not bits.size:
         return True
     unsigned = bits.view(f"u{bits.itemsize}")
@@ -468,7 +465,7 @@ def _segments(name: str, one: Stored) -> Iterator[tuple[str, Stored, int, int]]:
 
 
 def _looked_at(segment: tuple[str, Stored, int, int]) -> tuple[str, bool]:
-    """The tensor's name, and whether these bytes of it hold a number that is not finite."""
+    """Returns (the tensor's name, whether this segment holds a number that is not finite)."""
     name, one, begin, end = segment
     width, exponent = EXPONENTS[one.dtype]
     piece = bytearray(PIECE)

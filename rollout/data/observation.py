@@ -1,9 +1,9 @@
-"""What a chat template puts behind a turn that was sampled, as token ids: observations, without the past anew.
+"""Observations: turns the messages that answer a sampled turn into the token ids that follow it.
 
-Rendering the whole conversation again after each turn would tokenise what the policy sampled a second time, and into
-other ids; many templates also rewrite a past turn. So the past stays as it was sampled, and only what comes behind it
-is rendered: once, behind a dummy turn that holds a marker. What stands behind the token that ends the dummy turn is
-what stands behind any turn (rollout/data/observation.py proves that for a model before a run).
+Rendering the whole conversation after each turn would tokenise the sampled text again, often into other ids, and many
+templates also rewrite past turns. So the past stays as it was sampled, and only the messages behind it are rendered:
+behind a dummy turn that holds a marker. The text behind the token that ends the dummy turn is the text behind any turn;
+`check` tries before a run whether this holds for a chat template.
 """
 
 import json
@@ -40,11 +40,12 @@ class Ending:
     """How the template ends the turn before observations of one shape.
 
     Attributes:
-        past: the dummy conversation, its last message the turn with the marker.
-        between: the text between marker and ending.
-        text, token: what the template writes as the ending; its id. It may be the first token of the observation.
-        sampled: the stop token that the policy samples there; another one only where the template writes a past turn's
-            ending anew.
+        past: the dummy conversation, whose last message is the turn with the marker.
+        between: the text between the marker and the ending.
+        text, token: the token that the template writes as the ending, as text and as id. It may be the first token of
+            the observation.
+        sampled: id of the stop token that the policy samples there. It differs from `token` only if the template
+            changes the ending of a turn when the turn is past.
     """
 
     past: tuple[dict[str, Any], ...]
@@ -54,7 +55,7 @@ class Ending:
     sampled: int
 
     def tail(self, rendered: str) -> str:
-        """What stands behind the ending. Raises WrongInput if the turn does not end as it did."""
+        """The text behind the ending in a rendered conversation. Raises WrongInput if the turn ends otherwise there."""
         rest = rendered.partition(MARKER)[2]
         if not rest.startswith(self.between + self.text):
             raise WrongInput("model.path: the model's chat template ends a turn differently for different observations")
@@ -62,7 +63,7 @@ class Ending:
 
 
 class Observations:
-    """Observation messages to token ids, for one tokenizer with a chat template."""
+    """Converts observation messages to token ids, for one tokenizer with a chat template."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs)
@@ -86,8 +87,8 @@ class Observations:
                 f"with token {ending.sampled}, as the chat template ends it, got {closed_by}"
             )
         tail = ending.tail(self.render([*ending.past, *_with_ids(messages)], tools))
-        # From the ending on: it is a border for every tokenizer, so that what stands before it changes no id, and
-        # a tokenizer that puts a space before a text puts none before an added token. See `ends_with`.
+        # The text is encoded from the ending on. An added token separates texts for every tokenizer: what stands before
+        # it changes no id, and no tokenizer puts a space before it. `check` verifies this by `ends_with`.
         token, *rest = self._ordinary.ids(ending.text + tail)
         if token != ending.token:
             raise WrongInput(f"model.path: the tokenizer must keep {ending.text!r} as one token, since it ends turns")
@@ -105,14 +106,14 @@ class Observations:
                     **self._template_kwargs,
                 )
             )
-        except Exception as error:  # a template is a program: besides TemplateError it raises what its values raise
+        except Exception as error:  # a template is a program and may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefuses(
                 f"model.path: the model's chat template refuses roles {roles}: {_said(error)}"
             ) from error
 
     def played_ids(self, messages: Messages, tools: Tools) -> list[int]:
-        """The ids of `render`, in which what is not rollout.data.ordinary_text.OwnText makes no special token."""
+        """The ids of `render`. Text in a message makes no special token, unless it is OwnText (ordinary_text.py)."""
         return self._ordinary.ids(self.render(self._ordinary.cover(messages), self._ordinary.cover(tools)))
 
     def ids_of(self, messages: Messages, tools: Tools = (), *, opened: bool = True) -> list[int]:
@@ -120,8 +121,11 @@ class Observations:
         return self._encode(self.render(messages, tools, opened=opened))
 
     def ending_behind(self, past: Messages, probes: Messages, tools: Tools) -> Ending:
-        """How the template ends the last turn of `past`, which holds MARKER, before `probes`: observations whose
-        contents are found nowhere else. Raises WrongInput."""
+        """How the template ends the last turn of `past`, which holds MARKER, before `probes`.
+
+        probes: observations whose contents occur nowhere else. Raises WrongInput if the template drops, repeats or
+        reorders a message, or ends the turn in an unknown way.
+        """
         text = self.render([*past, *probes], tools)
         words = [MARKER, *(probe["content"] for probe in probes)]
         places = [text.find(word) for word in words]
@@ -139,31 +143,33 @@ class Observations:
         return self._rewritten(past, tools, text[start : places[1]])
 
     def until_stop(self, text: str) -> str:
-        """A text up to the first stop token behind MARKER, that token included; all of it if there is none."""
+        """The text up to the first stop token behind MARKER, with that token; the whole text if there is none."""
         before, marker, rest = text.partition(MARKER)
         found = _first(rest, self._stops)
         return text if found is None else before + marker + rest[: found[0]] + found[1]
 
     def ends_with(self, text: str, end: str) -> bool:
-        """Whether the ids of a text end with those of its end alone."""
+        """Whether the ids of `text` end with the ids that `end` has by itself."""
         ids = self._encode(end)
         return self._encode(text)[-len(ids) :] == ids
 
     def _encode(self, text: str, encode: Callable[[str], Sequence[int]] | None = None) -> list[int]:
-        """encode: of another tokenizer than the model's."""
+        """The ids of a text. encode: another tokenizer's method to use instead of the model's. Raises WrongInput."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False) if encode is None else encode(text))
-        except Exception as error:  # such as for half of a surrogate pair, of which no tokenizer says what is wrong
+        except Exception as error:  # e.g. half of a surrogate pair makes tokenizers raise exceptions of any type
             raise WrongInput(f"model.path: the model's tokenizer refuses {text!r:.80}: {_said(error)}") from error
 
     def _rewritten(self, past: Messages, tools: Tools, before: str) -> Ending:
-        """The ending where a turn that is past ends with another token than one that was just sampled; `before` stands
-        between the marker and the observation."""
+        """The ending, if the template ends a past turn with another token than the last turn of a conversation.
+
+        before: the text between the marker and the observation.
+        """
         last = self.render(past, tools, opened=False).partition(MARKER)[2]
         found = _first(last, self._stops)
         if found is not None and before.startswith(last[: found[0]]):
-            # Behind an ending may stand the opening of the next turn at once; behind what opens an observation, where
-            # a turn that is past has no end at all, it cannot.
+            # A token is the ending only if the opening of the next turn may follow it at once. That is not so of a
+            # token that opens an observation, which comes first in a template that writes no end of past turns.
             opening = self.render([USER], tools).removeprefix(self.render([USER], tools, opened=False)).strip()
             opened = self.render(past, tools).partition(MARKER)[2]
             for token, id_ in self._added:
@@ -176,7 +182,7 @@ class Observations:
         )
 
     def _ending(self, shape: Shape, tools_json: str) -> Ending:
-        """How the template ends the turn before observations of a shape, behind the first dummy turn that it takes."""
+        """How the template ends the turn before observations of a shape, for the first dummy turn that it accepts."""
         tools, probes = json.loads(tools_json), probes_of(shape)
         refused = None
         for turn in dummies(probes, tools):
@@ -203,22 +209,23 @@ class Observations:
 
 
 def probes_of(shape: Shape) -> list[dict[str, Any]]:
-    """Messages of a shape, with contents that are found nowhere else."""
+    """Messages of a shape, with contents that occur nowhere else."""
     probes = [{"role": role, "name": name, "tool_call_id": id_} for role, name, id_ in shape]
     probes = [{key: value for key, value in probe.items() if value is not None} for probe in probes]
     return _with_ids([probe | {"content": f"probe{index}Q7x"} for index, probe in enumerate(probes)])
 
 
 def dummies(probes: Messages, tools: Tools = ()) -> Iterator[dict[str, Any]]:
-    """Assistant turns with MARKER that observations of these roles may follow, the likeliest first.
+    """Assistant turns with MARKER that observations like `probes` may follow, the likeliest first.
 
-    Before messages of role tool: as many calls, the marker in the last; one call, for templates that know no more; and
-    plain text, for templates that write no calls (the policy's calls are then part of its text).
+    Before messages of role tool there are three kinds: a turn with as many calls, MARKER in the last; a turn with one
+    call, for templates that allow no more; and plain text, for templates without calls, where the policy's calls are
+    part of its text.
     """
     asked = [probe for probe in probes if probe["role"] == "tool"] if probes[0]["role"] == "tool" else []
     fallback = tools[0]["function"]["name"] if tools else "tool"
     for answered in (asked, asked[-1:]) if len(asked) > 1 else (asked,) if asked else ():
-        for as_json in (False, True):  # what templates want of arguments differs, too
+        for as_json in (False, True):  # some templates want arguments as a mapping, some as JSON
             calls = []
             for probe in answered:
                 value = {"value": MARKER if probe is answered[-1] else "0"}
@@ -230,7 +237,7 @@ def dummies(probes: Messages, tools: Tools = ()) -> Iterator[dict[str, Any]]:
 
 
 def _with_ids(messages: Messages) -> list[dict[str, Any]]:
-    """Copies in which every answer of a tool names the call that it answers."""
+    """Copies of the messages in which each tool's answer has a tool_call_id."""
     return [
         {"tool_call_id": CALL_ID.format(index), **message} if message["role"] == "tool" else dict(message)
         for index, message in enumerate(messages)
@@ -238,7 +245,7 @@ def _with_ids(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _first(text: str, tokens: Mapping[str, int]) -> tuple[int, str] | None:
-    """Place and text of the first of these tokens; of two that begin there, the longer."""
+    """Returns (index, text) of the first of these tokens in a text; of two that begin there, of the longer one."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     if not places:
         return None
@@ -261,7 +268,7 @@ def _check(messages: Messages) -> None:
             )
 
 
-# Before a run: whether what is appended behind one dummy turn is what the template writes behind any turn.
+# Checks before a run: does the template write behind any turn what it writes behind the dummy turn?
 
 THOUGHT, ANSWER = "thoughtQ7x", "answerQ7x"
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -270,13 +277,13 @@ PLAIN, FIELD, INLINE = "no thinking", "thinking in a field of its own", "thinkin
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a template does with observations of some roles.
+    """The result of `check`: what a template does with observations of some roles.
 
     Attributes:
-        state: exact: the same text behind every turn that was tried, and the same ids; varies: it depends on what came
-            before, so that what is appended is not always what a render of the whole conversation says; refused:
-            nothing can be appended.
-        reason: one clause, "" where exact.
+        state: "exact": the template writes the same text, with the same ids, behind every turn that was tried.
+            "varies": the text depends on what came before, so that what is appended may differ from a rendering of the
+            whole conversation. "refused": nothing can be appended.
+        reason: one clause; "" if the state is "exact".
     """
 
     state: Literal["exact", "varies", "refused"]
@@ -284,10 +291,10 @@ class Verdict:
 
 
 def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -> Verdict:
-    """Tries a dozen conversations before observations of these roles, e.g. ("tool", "tool"): with and without
-    thinking (in a field of its own, in the text), a system message, an earlier round.
+    """Tries observations of these roles, e.g. ("tool", "tool"), behind a dozen conversations: with and without thinking
+    (in a field of its own, in the text), a system message, an earlier round.
 
-    A conversation that the template itself refuses is passed over, as long as it takes the shortest.
+    Conversations that the template refuses are skipped, except the shortest, which it must accept.
     """
     shape = shape_of(roles, tools)
     try:
@@ -316,8 +323,10 @@ def check(observations: Observations, roles: Sequence[str], tools: Tools = ()) -
 
 
 def keeps_past(observations: Observations, roles: Sequence[str], tools: Tools = (), *, thinking: bool) -> bool:
-    """Whether a render of the whole conversation begins with the conversation before these observations as it was
-    rendered then, with thinking or without. Raises WrongInput where observations of these roles are refused."""
+    """Whether rendering a conversation with observations of these roles leaves the text before them unchanged.
+
+    thinking: whether the turn before them has thinking. Raises WrongInput if the template refuses these observations.
+    """
     shape = shape_of(roles, tools)
     base, probes = observations.ending(shape, json.dumps(tools)), probes_of(shape)
     for style in (FIELD, INLINE) if thinking else (PLAIN,):
@@ -333,8 +342,8 @@ def keeps_past(observations: Observations, roles: Sequence[str], tools: Tools = 
 
 
 def loses(observations: Observations, turn: str, role: str, tools: Tools = ()) -> str:
-    """What is wrong with a render of a conversation in which an answer of this role follows a turn that is text alone,
-    calls included: one clause; "" where the answer is in it."""
+    """What is wrong, as a clause, if an answer of this role is rendered behind `turn`, an assistant's message of text
+    alone (with its calls as text); "" if the answer is in the rendered conversation."""
     answer = {"role": role, "content": ANSWER} | ({"name": tools[0]["function"]["name"]} if tools else {})
     try:
         text = observations.render([USER, {"role": "assistant", "content": turn}, answer], tools)
@@ -344,13 +353,13 @@ def loses(observations: Observations, turn: str, role: str, tools: Tools = ()) -
 
 
 def hidden_tools(observations: Observations, tools: Tools) -> list[str]:
-    """Names of the tools that the template does not write into the prompt: the policy must know them by itself."""
+    """Names of the tools that the template does not write into the prompt, so that the policy is not told of them."""
     text = observations.render([USER], tools)
     return [name for name in (str(tool["function"]["name"]) for tool in tools) if name not in text]
 
 
 def shape_of(roles: Sequence[str], tools: Tools = ()) -> Shape:
-    """Observations of these roles, the answers being of the first tool."""
+    """The shape of observations of these roles, in which messages of role tool are answers of the first tool."""
     name = tools[0]["function"]["name"] if tools else None
     return tuple((role, name if role == "tool" else None, None) for role in roles)
 
@@ -368,7 +377,7 @@ def _pasts(base: Ending, probes: Messages) -> Iterator[tuple[str, list[Mapping[s
 
 def _turn(base: Ending, style: str) -> dict[str, Any]:
     turn = base.past[-1]
-    if style == FIELD:  # the names that templates have for it
+    if style == FIELD:  # templates differ in the name of the field
         return {**turn, "reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
     if style == INLINE:
         return {**turn, "content": f"<think>\n{THOUGHT}\n</think>\n\n{turn['content']}"}
@@ -381,7 +390,7 @@ def _without_marker(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clause(error: WrongInput) -> str:
-    """What the template does, without the key before it and the advice behind it."""
+    """The message of an error without the key before it and the advice behind it."""
     return str(error).removeprefix("model.path: the model's chat template ").partition("; ")[0]
 
 

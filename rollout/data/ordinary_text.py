@@ -1,10 +1,10 @@
-"""Text of tools and environments in a prompt: the tokens of its characters, and never a special token of the model.
+"""Encodes conversations so that text from tools and environments never makes a special token of the model.
 
-A tokenizer makes a special token of its name wherever it reads it, so that a web page or a program's output with
-<|im_end|> in it would end the turn, and one with <tool_call> would be a call. Which names in a rendered conversation
-the chat template wrote, and which came with a message, is known as it is rendered: those of messages are covered by
-words before, and put back behind it (`cover`, `ids`). Then a copy of the tokenizer encodes the text, in which each
-special token has a secret name, which is given to those alone that the template wrote.
+A tokenizer turns the name of a special token into that token wherever it reads the name. So a web page or a program's
+output that contains <|im_end|> would end the turn, and with <tool_call> it would be a call. To tell names in messages
+from those that the chat template writes, names in messages are replaced by words before rendering (`cover`) and put
+back afterwards (`ids`). Then a copy of the tokenizer encodes the text, in which each special token has a secret name;
+only the special tokens that the template wrote get these names.
 """
 
 import json
@@ -17,47 +17,50 @@ from typing import Any, Protocol
 from cluster.errors import WrongInput
 
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # the token of a byte
-SPACES = " \t\n\r\u2581"  # the last as sentencepiece writes one
+SPACES = " \t\n\r\u2581"  # the last one is sentencepiece's space
 UNKNOWN = "\U0010fffd"  # a letter that no vocabulary has
-STRUCTURE = ("role", "type")  # what templates compare, and write as they please
+STRUCTURE = ("role", "type")  # values that templates compare and do not copy, so that they must stay as they are
 
 
 class OwnText(str):
-    """Text whose special tokens count: what the policy sampled, and the user's own data."""
+    """Text in which names of special tokens make special tokens: what the policy sampled, and the user's own data."""
 
 
 class Encode(Protocol):
-    """Text -> ids, without special tokens around it, by a tokenizer's own function or by another. Raises WrongInput."""
+    """The ids of a text, without special tokens around it. encode: a function to use instead of the tokenizer's own.
+    Raises WrongInput."""
 
     def __call__(self, text: str, encode: Callable[[str], Sequence[int]] | None = None) -> list[int]: ...
 
 
 class OrdinaryText:
-    """For one tokenizer. stops: the stop tokens."""
+    """Covers and encodes conversations for one tokenizer. stops: ids of the stop tokens."""
 
     def __init__(self, tokenizer: Any, encode: Encode, stops: Collection[int]) -> None:
         self._tokenizer, self._encode = tokenizer, encode
         self._ids = meaningful(tokenizer)
         self._names = list(self._ids)
-        # What stands for a letter that the vocabulary lacks is what that letter's token is.
+        # If letters that the vocabulary lacks become the unknown token, that token does not count as special.
         unknown = {*encode(UNKNOWN)} & {tokenizer.unk_token_id} - {*stops}
         self._special = frozenset(self._ids.values()) - unknown
-        self._mark = f"Q{secrets.token_hex(6)}x"  # begins words that nobody's text holds, since nobody knows it
+        self._mark = f"Q{secrets.token_hex(6)}x"  # all words begin with this secret, so that no text contains them
         longest_first = sorted(self._names, key=len, reverse=True)
         self._token = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._word = re.compile(rf"{self._mark}(\d+)s(\d+)e(\d+)z")
 
     def cover(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, or tools, with words in the place of special tokens in every text that is not OwnText; also of
-        a beginning or an end of one where a content ends or begins with it: the template may have written the rest."""
+        """The messages, or tools, with words in place of the names of special tokens in every text but OwnText.
+
+        A part of a name at the beginning or end of a content is replaced, too, since the template might write the rest.
+        """
         return [
             {key: self._covered(value, parts=key == "content", key=key) for key, value in message.items()}
             for message in messages
         ]
 
     def ids(self, rendered: str) -> list[int]:
-        """The ids of what a template made of covered messages. Raises WrongInput where a text cannot be written without
-        a special token, or the template changes letters of texts, and so the words in them."""
+        """The ids of what a template made of covered messages. Raises WrongInput if a text cannot be encoded without a
+        special token, or if the template changes letters of texts, and with them the words."""
         self._check_words(rendered)
         wanted = self._special_in([self._ids[name] for name in self._token.findall(rendered)])
         text = self._uncovered(rendered)
@@ -104,7 +107,7 @@ class OrdinaryText:
         return f"{self._mark}{self._names.index(name)}s{start}e{stop}z"
 
     def _word_for_all(self, match: re.Match[str]) -> str:
-        """The word for the whole token that a word stands for, or for a part of."""
+        """The word for the whole name, given a word for the name or a part of it."""
         name = self._names[int(match[1])]
         return self._word_for(name, 0, len(name))
 
@@ -132,7 +135,7 @@ class OrdinaryText:
 
     @cached_property
     def _begins(self) -> dict[str, str]:
-        """Each proper beginning of a token, and the token."""
+        """Each proper beginning of a special token's name -> the name."""
         return {name[:size]: name for name in self._names for size in range(1, len(name))}
 
     @cached_property
@@ -140,7 +143,7 @@ class OrdinaryText:
         return {name[-size:]: name for name in self._names for size in range(1, len(name))}
 
     def _apart(self, rendered: str) -> list[int]:
-        """The ids, where what the template wrote and what came with messages has the same names."""
+        """The ids of a text in which the template and messages wrote names of special tokens."""
         twin = self._twin
         if twin is None:
             return self._piece_by_piece(rendered)
@@ -149,13 +152,13 @@ class OrdinaryText:
 
     @cached_property
     def _twin(self) -> "_Twin | None":
-        """Made when it is first needed: of a large vocabulary it takes a second or two."""
+        """The copy of the tokenizer. It is made on first use, since a large vocabulary takes a second or two."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else _twin_of(backend.to_str(), self._ids, self._mark)
 
     def _piece_by_piece(self, rendered: str) -> list[int]:
-        """For tokenizers in Python, which have nothing to copy: the ids of each token of the template, and of each text
-        between two, in which names are cut after their first letter."""
+        """The ids for a tokenizer in Python, which cannot be copied: each special token of the template and each text
+        between two is encoded by itself; names in the texts are cut behind their first letter."""
         found: list[int] = []
         start = 0
         for match in (*self._token.finditer(rendered), None):
@@ -170,7 +173,7 @@ class OrdinaryText:
 
 
 class _Twin:
-    """A copy of a fast tokenizer in which special tokens have other names. names: name -> its name here."""
+    """A copy of a fast tokenizer in which special tokens have secret names. names: name of a token -> secret name."""
 
     def __init__(self, core: Any, names: Mapping[str, str]) -> None:
         self._core, self.names = core, names
@@ -180,8 +183,8 @@ class _Twin:
 
 
 def meaningful(tokenizer: Any) -> dict[str, int]:
-    """The added tokens that are more than their characters, and their ids: those that are called special, and such as
-    <tool_call> and <think>. Words and spaces that were added to a vocabulary are words and spaces."""
+    """The ids, by name, of added tokens that mean more than their characters: those marked as special, and tokens such
+    as <tool_call> and <think>. Words and spaces that were added to a vocabulary are not among them."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(tokenizer.chat_template)
 
@@ -195,8 +198,8 @@ def meaningful(tokenizer: Any) -> dict[str, int]:
 
 
 def _twin_of(core: str, ids: Mapping[str, int], mark: str) -> _Twin | None:
-    """core: of the tokenizer, as its library writes it. None where the copy does not have the same ids."""
-    from tokenizers import Tokenizer  # here: 30 ms, and only conversations with special tokens in their texts need it
+    """The copy of a tokenizer; None if its ids would differ. core: the tokenizer in the JSON of its library."""
+    from tokenizers import Tokenizer  # imported here, since it takes 30 ms and is rarely needed
 
     names = {name: f"{mark}t{index}z" for index, name in enumerate(ids)}
     tree = json.loads(core)
@@ -207,7 +210,7 @@ def _twin_of(core: str, ids: Mapping[str, int], mark: str) -> _Twin | None:
     if isinstance(vocabulary, dict):
         renamed = not names.keys().isdisjoint(vocabulary)
         model["vocab"] = {names.get(word, word): id_ for word, id_ in vocabulary.items()}
-    elif isinstance(vocabulary, list):  # of unigrams, with their scores
+    elif isinstance(vocabulary, list):  # a list of unigrams with their scores
         model["vocab"] = [[names.get(word, word), *rest] for word, *rest in vocabulary]
     if renamed and model.get("merges"):
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]

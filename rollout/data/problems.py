@@ -1,8 +1,8 @@
-"""The stream of problems: any source -> rows, and prompts as the model reads them, in an order that is a function of
-(seed, epoch).
+"""The stream of problems that producers take from: the rows of a data source as tokenised prompts, in a seeded order.
 
-Because the order is a function, the place in the stream is the whole state: position 12345 is the same problem after a
-restart, on another machine and for any number of workers.
+The order is a pure function of (seed, epoch), so a position in the stream identifies a problem: position 12345 is the
+same problem after a restart, on another machine and for any number of workers. Problems is the training stream, load
+makes it together with the held-out problems, and Cursor knows which positions are done.
 """
 
 import heapq
@@ -30,42 +30,40 @@ from rollout.data.sources import Pace
 from rollout.data.tables import Row
 from rollout.schema import Problem
 
-# Which problems were issued, are done, or must be issued again: the data ledger of a run.
-#
-# Order is a pure function of (seed, epoch), so a position identifies a group for ever. The state is a low-water mark
-# and the sparse set of positions done above it; it is committed together with the weights, which makes each problem
-# count exactly once along the surviving line of checkpoints.
-
 
 class Cursor:
-    """Hands out positions; knows what to hand out again."""
+    """Hands out positions of the stream in order, and lost positions again.
+
+    The state is a low-water mark, `low`, below which every position is done, and the set of positions done above it. It
+    is saved with the weights in each checkpoint, so that a run which is resumed trains on each problem exactly once.
+    """
 
     def __init__(self) -> None:
         self.restore(0, ())
 
     def restore(self, low: int, done: Iterable[int]) -> None:
-        """Continues from a saved state; everything that was not consumed by then is issued again."""
-        self.low = low  # every position below is done
+        """Continues from a saved state: every position that is not done in it will be issued again."""
+        self.low = low
         self._done = set(done)
         self._next = low
         self._again: list[tuple[int, int]] = []  # heap of (position, attempt)
 
     def issue(self) -> tuple[int, int]:
-        """The next (position, attempt): what failed or went stale first, then the stream in order."""
+        """The next (position, attempt): lost and dropped positions come before new ones of the stream."""
         if self._again:
             return heapq.heappop(self._again)
-        self._next = max(self._next, self.low)  # finishing one position may close a gap up to restored ones
+        self._next = max(self._next, self.low)  # `finish` may raise `low` beyond _next, over restored positions
         while self._next in self._done:
             self._next += 1
         self._next += 1
         return self._next - 1, 0
 
     def again(self, position: int, attempt: int) -> None:
-        """This attempt was lost or dropped: the position will be issued once more."""
+        """Has the position issued once more, as the next attempt, since this attempt was lost or dropped."""
         heapq.heappush(self._again, (position, attempt + 1))
 
     def finish(self, position: int) -> None:
-        """The learner has consumed this position; doing that twice is a bug."""
+        """Marks a position as done, since the learner has consumed its group. Raises ValueError if it was done."""
         if position < self.low or position in self._done:
             raise ValueError(f"cursor: position {position} was consumed twice")
         self._done.add(position)
@@ -79,48 +77,48 @@ class Cursor:
         return self.low + len(self._done)
 
     def state(self) -> dict[str, object]:
-        """JSON-able arguments for `restore`."""
+        """The arguments for `restore`, as values that JSON can hold."""
         return {"low": self.low, "done": sorted(self._done)}
 
 
-# The prompts of a source, as many as there are. Each is written as the model reads it when it is asked for; of a
-# million that would take minutes.
+# The prompts of a source. A prompt is rendered and tokenised when it is asked for, since tokenising a million prompts
+# takes minutes.
 #
-# Before a run two things are asked of all. Does each prompt fit? A text has at most as many tokens as its words have
-# one by one, and the template adds as many to one conversation as to another of the same roles; what frequent words
-# have is counted once, and any other word has at most one a byte. Are two prompts the same? If what users say in them
-# differs in more than white space and letter case, they are not. Where this does not decide, the prompt is tokenised.
-# All of the first prompts are, and both rules are tried on them: if one of them breaks a rule, every prompt is
-# tokenised.
+# Two questions must be answered for all prompts before a run. Does each prompt fit? A text has at most as many tokens
+# as its words have one by one, and the template adds equally many tokens to all conversations of the same roles. The
+# tokens of frequent words are counted once; any other word has at most one token for each byte. Are two prompts equal?
+# They are not if their user messages differ in more than white space and letter case. Where these rules do not decide,
+# the prompt is tokenised. All of the first prompts are tokenised, and both rules are tried on them: if one of them
+# breaks a rule, every prompt is tokenised.
 
 log = logging.getLogger("rollout")
 
-FIRST = 1000  # prompts that are tokenised, and rows of all parts of the source whose words are counted
-OFTEN = 2  # times that a word must occur among them
-OTHER_SCRIPT = 12  # tokens a byte at most, of a word beyond ASCII: U+FDFA has 3 bytes, and 33 in some normal forms
+FIRST = 1000  # how many prompts are tokenised at once, and how many rows across the source have their words counted
+OFTEN = 2  # how often a word must occur in these rows for its tokens to be counted
+OTHER_SCRIPT = 12  # most tokens for a byte of a non-ASCII word: U+FDFA has 3 bytes, and 33 in some normal forms
 
-ENDLESS = 2**31 - 1
+ENDLESS = 2**31 - 1  # a bound of tokens that is not known
 
-Places = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int64]  # indices among the prompts of a Stock
 Kind = tuple[tuple[str, bool], ...]
-"""The role of each message, and whether there is anything in it."""
+"""The role of each message of a prompt, and whether the message has any content."""
 
 
 class Renderer(Protocol):
-    """What turns messages into the model's prompt and its token ids: rollout.data.chat.Chat."""
+    """Turns messages into the model's prompt and its token ids. rollout.data.chat.Chat implements it."""
 
     def render(self, messages: Messages) -> tuple[Prompt, tuple[int, ...]]:
-        """Messages -> what the model is given, and its token ids [P]."""
+        """Returns (the prompt that the model is given for these messages, its token ids [P])."""
         ...
 
     def count(self, text: str) -> int:
-        """Tokens of a piece of text by itself."""
+        """How many tokens a text has by itself."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A problem without its place in the stream."""
+    """A problem without its position in the stream."""
 
     id: str
     prompt: Prompt
@@ -128,20 +126,20 @@ class Item:
     columns: Row
 
     def at(self, position: int, epoch: int) -> Problem:
-        """The problem at a place of the stream."""
+        """The problem at a position of the stream."""
         return Problem(self.id, self.prompt, self.columns, self.prompt_ids, position, epoch)
 
 
 class Stock:
-    """All rows of a source that have a prompt.
+    """All rows of a source that have a prompt. A place is the index of such a row among them.
 
     Args:
-        name: what the ids of its problems begin with.
-        deadline_s: for tokenising, as far as that is to be done at once.
-        names: what messages call the source.
+        name: prefix of the problems' ids.
+        deadline_s: seconds for the tokenising that is done before the run.
+        names: how error messages call the source.
 
     Attributes:
-        kinds: one prompt of each kind.
+        kinds: one prompt of each Kind.
 
     Raises WrongInput: a row is wrong. WrongInput: the template refuses a conversation.
     """
@@ -152,15 +150,16 @@ class Stock:
         self._rows, self._config, self._chat, self.name = rows, config, chat, name
         self._deadline_s, self._names = deadline_s, names
         self.kinds: dict[Kind, Prompt] = {}
-        self._places = array("q")  # of the rows that have one
-        self._most = array("l")  # tokens that each has at most
-        self._same, self._alike = array("q"), array("q")  # equal numbers: of the same messages; of ones that may be
+        self._places = array("q")  # place -> index of the row
+        self._most = array("l")  # place -> most tokens that the prompt can have
+        # Place -> a number that prompts of equal messages share; one that prompts share which may have equal token ids.
+        self._same, self._alike = array("q"), array("q")
         self._bound = _Bound(chat)
         self._read()
         self._exact = np.arange(len(self._places)) < FIRST
 
     def _read(self) -> None:
-        """Once through all rows: of a million, so that each operation here takes seconds."""
+        """Goes once through all rows. There may be a million, so that each operation in the loop costs seconds."""
         pace, told = Pace(min(FIRST, len(self._rows)), self._deadline_s), dict[tuple[int, ...], int]()
         places, most, same, alike, bound = self._places, self._most, self._same, self._alike, self._bound
         for index, messages in prompts_of(self._rows, self._config, self.name):
@@ -184,14 +183,14 @@ class Stock:
         return len(self._places)
 
     def item(self, place: int) -> Item:
-        """The prompt at a place, counted among those that there are. Raises WrongInput if the template refuses it."""
+        """The problem at a place. Raises WrongInput if the chat template refuses its messages."""
         index = self._places[place]
         row = self._rows[index]
         prompt, ids = self._rendered(index, messages_of(row, self._config, f"{self.name}-{index}"))
         return Item(f"{self.name}-{index}", prompt, ids, row)
 
     def columns(self, places: Places) -> Iterator[Row]:
-        """Of the rows at these places, which ascend."""
+        """The columns of the rows at these places, which must ascend."""
         wanted = iter(np.asarray(self._places)[places].tolist())
         following = next(wanted, -1)
         for index, row in enumerate(self._rows):
@@ -200,8 +199,11 @@ class Stock:
                 following = next(wanted, -1)
 
     def fitting(self, places: Places, longest: int, tools: int = 0, overlong: str | None = None) -> Places:
-        """Those of the prompts that fit. tools: tokens of an environment's tools. overlong: see data.overlong, which it
-        is if not given. Raises WrongInput."""
+        """Those of the places whose prompts have at most `longest` tokens.
+
+        tools: tokens that an environment's tools add. overlong: what becomes of longer prompts; None: data.overlong.
+        Raises WrongInput as check_fitting does.
+        """
         most = np.asarray(self._most)
         unsure = places[(most[places] + tools > longest) & ~self._exact[places]]
         pace = Pace(len(unsure), self._deadline_s)
@@ -227,49 +229,50 @@ class Stock:
             raise WrongInput(f"{error} ({self.name}-{index})") from error
 
     def _texts(self) -> Iterator[str]:
-        """Some of all parts of the source. What is wrong with a row is told in its turn."""
+        """The texts of about FIRST rows, evenly spread over the source."""
         for index in range(0, len(self._rows), max(len(self._rows) // FIRST, 1)):
             try:
                 messages = messages_of(self._rows[index], self._config, "")
-            except WrongInput:
+            except WrongInput:  # _read raises the error when it comes to this row
                 continue
             yield from (said["content"] for said in messages)
 
     def marks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(of each prompt a number that those of equal messages share; a number that all of equal ids share)."""
-        if self._config.by_environment:  # what tells them apart is in their columns
+        """Returns (for each place a number that prompts of equal messages share, a number that all prompts of equal
+        token ids share)."""
+        if self._config.by_environment:  # such problems differ in their columns
             of_columns = [hash(repr(sorted(row.items()))) for row in self._rows]
             found = np.array(of_columns, np.int64)[np.asarray(self._places)]
             return found, found
-        if not self._bound.sure:  # the tokenizer makes one prompt of texts that differ
+        if not self._bound.sure:  # the tokenizer may give equal ids for texts that differ
             of_ids = [hash(self.item(place).prompt_ids) for place in range(len(self))]
             return np.array(of_ids, np.int64), np.array(of_ids, np.int64)
         return np.asarray(self._same, np.int64), np.asarray(self._alike, np.int64)
 
 
 class _Bound:
-    """The most tokens that a conversation can have.
+    """Estimates the most tokens that a conversation can have, without tokenising it.
 
     Attributes:
-        sure: whether the first prompts, all of which were tokenised, contradict neither this bound nor what a Stock
-            goes by when it compares prompts.
+        sure: whether the first prompts, all of which were tokenised, contradict neither this bound nor the rule by
+            which a Stock compares prompts.
     """
 
     def __init__(self, chat: Renderer) -> None:
         self._chat, self.sure = chat, True
         self._words = _Words()
         self._frames: dict[Kind, int] = {}
-        self._systems: dict[str, tuple[bool, int]] = {}  # whether a system message says anything, and its tokens
+        self._systems: dict[str, tuple[bool, int]] = {}  # system message -> whether it has words, and its most tokens
         self._seen: list[tuple[Messages, int]] = []
         self._learned = False
 
     def saw(self, messages: Messages, tokens: int) -> None:
-        """A prompt that was tokenised."""
+        """Remembers a prompt that was tokenised, until `learn`."""
         if not self._learned:
             self._seen.append((messages, tokens))
 
     def learn(self, others: Iterable[str]) -> None:
-        """From the prompts that were seen, and other texts of the same source."""
+        """Counts the tokens of frequent words, in the prompts that were seen and in other texts of the source."""
         texts = [said["content"] for messages, _ in self._seen for said in messages]
         counted = Counter(word for text in (*texts, *others) for word in text.split())
         for word, times in counted.items():
@@ -281,21 +284,21 @@ class _Bound:
         self._seen.clear()
 
     def of(self, messages: Messages) -> tuple[Kind, int, int]:
-        """(the kind of a conversation, a number that all of equal token ids share, the most tokens that it has).
+        """Returns (a conversation's Kind, a number that all with equal token ids share, the most tokens it can have).
 
-        Before it has learned, and where it is not sure, the tokens are ENDLESS.
+        The last is at least ENDLESS before `learn`, and where the bound is not sure.
         """
         kind, plain, tokens = [], [], 0
         for said in messages:
             role, text = said["role"], said["content"]
-            if role == "system" and text in self._systems:  # which most rows have in common
+            if role == "system" and text in self._systems:  # most rows have the same system message
                 filled, own = self._systems[text]
             else:
                 words = text.split()
                 joined = " ".join(words)
                 filled, own = bool(words), sum(map(self._words.__getitem__, words))
                 if joined != text:
-                    # One space before a word is part of it for every tokenizer that is known; others may be tokens.
+                    # Every known tokenizer takes one space before a word into the word; other spaces may be tokens.
                     own += len(text) - len(joined) + len(words)
                 if role == "system":
                     self._systems[text] = filled, own
@@ -306,39 +309,41 @@ class _Bound:
         return (whole := tuple(kind)), hash(tuple(plain)), self._frame(whole) + tokens
 
     def _frame(self, kind: Kind) -> int:
-        """Tokens that the template adds."""
+        """How many tokens the template adds to the contents of a conversation of this kind."""
         if not (self._learned and self.sure):
             return ENDLESS
         if kind not in self._frames:
             messages = [{"role": role, "content": "x" if filled else ""} for role, filled in kind]
             try:
                 self._frames[kind] = len(self._chat.render(messages)[1])
-            except WrongInput:  # of these contents, though it takes others
+            except WrongInput:  # the template may refuse these contents and accept others
                 self._frames[kind] = ENDLESS
         return self._frames[kind]
 
 
 class _Words(dict[str, int]):
-    """Tokens of each word that is known; of any other the most that it can have."""
+    """Word -> its tokens, if they were counted, else the most tokens that the word can have."""
 
     def __missing__(self, word: str) -> int:
         return 1 + (len(word) if word.isascii() else OTHER_SCRIPT * len(word.encode("utf-8", "surrogatepass")))
 
 
 def _plain(text: str) -> str:
-    """What texts have in common that a tokenizer or a template may make one of."""
+    """A normal form in which texts are equal whenever a tokenizer or a template may make the same tokens of them."""
     return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
 def classes(*several: tuple[Stock, Places]) -> list[Places]:
-    """Of each prompt a number that it shares with those of equal token ids, of all stocks alike: the place of the first
-    of them among all that are given, one stock after the other."""
+    """For each prompt of each stock, a number that it shares with all prompts of equal token ids in all stocks.
+
+    The number is the index of the first such prompt, counted over all given places, one stock after the other.
+    """
     marks = [(stock.marks(), places) for stock, places in several]
     same = np.concatenate([own[places] for (own, _), places in marks])
     alike = np.concatenate([own[places] for (_, own), places in marks])
     _, firsts, which = np.unique(same, return_index=True, return_inverse=True)
     found: Places = firsts[which]
-    heads = np.sort(firsts)  # one prompt for all of equal messages
+    heads = np.sort(firsts)  # one prompt for each set of equal messages
     values, counts = np.unique(alike[heads], return_counts=True)
     doubtful = heads[np.isin(alike[heads], values[counts > 1])]
     owner = [(stock, place) for stock, places in several for place in places.tolist()] if len(doubtful) else []
@@ -352,8 +357,10 @@ def classes(*several: tuple[Stock, Places]) -> list[Places]:
 
 
 def check_fitting(sizes: Places, refused: Iterable[str], overlong: str, longest: int, tools: int, name: str) -> None:
-    """Of prompts of these sizes, in tokens. refused: ids of those that are too long. Raises WrongInput if there are
-    such, unless they may be left out, which is said."""
+    """Raises WrongInput if prompts have over `longest` tokens; with overlong "drop" only logs it, unless all have.
+
+    sizes: tokens of each prompt, with the tools'. refused: ids of the prompts that are too long.
+    """
     too_long = int((sizes > longest).sum())
     if not too_long:
         return
@@ -376,12 +383,12 @@ class Problems:
     """The training problems, epoch after epoch without end, each epoch in a seeded order of its own."""
 
     def __init__(self, stock: Stock, places: Places, longest: int, seed: int | None) -> None:
-        """Those at `places` of the stock, which ascend; none has more than `longest` tokens. seed: None: each epoch is
-        in the order of the stock."""
+        """places: ascending places in the stock. longest: most tokens that their prompts have. seed: determines the
+        order; None: each epoch has the order of the stock."""
         self._stock, self._places, self._longest, self._seed = stock, places, longest, seed
 
     def __len__(self) -> int:
-        """Problems of one epoch."""
+        """How many problems one epoch has."""
         return len(self._places)
 
     def rows(self) -> Iterator[Row]:
@@ -389,18 +396,21 @@ class Problems:
         return self._stock.columns(self._places)
 
     def fitting(self, config: DataConfig, longest: int, tools: int) -> "Problems":
-        """Those whose prompt fits, with so many tokens more for an environment's tools; see data.overlong. Raises
-        WrongInput."""
+        """The problems whose prompts fit into `longest` tokens when an environment's tools add `tools` tokens; see
+        data.overlong. Raises WrongInput."""
         places = self._stock.fitting(self._places, longest, tools, config.overlong)
         return Problems(self._stock, places, longest - tools, self._seed)
 
     def prompts(self) -> Iterator[Prompt]:
-        """What the model is given, once for each sequence of roles that a prompt has."""
+        """One prompt, as the model is given it, for each Kind that occurs."""
         return iter(self._stock.kinds.values())
 
     def at(self, position: int) -> Problem:
-        """The problem at this position, counted over epochs from 0. Raises WrongInput if its prompt is longer than
-        it was held to be: what tells that before a run is no proof for every tokenizer."""
+        """The problem at this position, counted over epochs from 0.
+
+        Raises WrongInput if its prompt is too long after all: the bound used before a run need not hold for every
+        tokenizer.
+        """
         epoch, place = divmod(position, len(self._places))
         index = place if self._seed is None else int(_order(self._seed, epoch, len(self._places))[place])
         item = self._stock.item(int(self._places[index]))
@@ -413,7 +423,7 @@ class Problems:
         return item.at(position, epoch)
 
 
-@lru_cache(maxsize=4)  # around the end of an epoch, two are in use
+@lru_cache(maxsize=4)  # two orders are in use around the end of an epoch
 def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(length)
 
@@ -421,12 +431,12 @@ def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
 def load(
     config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
 ) -> tuple[Problems, list[Problem]]:
-    """Training problems, and the held-out ones for evaluation (none where `eval.every` is 0). Raises WrongInput.
+    """Returns (training problems, held-out problems for evaluation; none if `eval.every` is 0). Raises WrongInput.
 
-    Held-out problems come from `eval.path`, or from `eval.split` of `path`; where both are null, from a reasoning_gym
-    task with another seed, and from any other source as a seeded choice of a tenth of its distinct prompts, at most
-    `eval.size`, which training never sees. Their epoch is -1, so that their groups are never taken for groups of the
-    stream. `deadline_s`: seconds for making the problems of a task, and again for tokenising the prompts.
+    Held-out problems come from `eval.path`, or from `eval.split` of `path`. If both are null, a reasoning_gym task
+    makes them with another seed; of any other source a seeded choice of a tenth of the distinct prompts, at most
+    `eval.size`, is held out and never trained on. Their epoch is -1, so that their groups are not taken for groups of
+    the stream. deadline_s: seconds for making the problems of a task, and again for tokenising the prompts.
     """
     wanted, order = config.eval.every > 0, seed if config.shuffle else None
     generated = sources.is_made(config.path)
@@ -438,8 +448,8 @@ def load(
         places, held_out = _hold_out(stock, places, config, seed)
         return Problems(stock, places, max_prompt_length, order), _problems(stock, held_out)
     path = config.path if config.eval.path is None else config.eval.path
-    args = config.args if path == config.path else {}  # another source has settings of its own
-    # A generator may repeat itself and training: the surplus leaves enough after those are dropped.
+    args = config.args if path == config.path else {}  # data.args are settings of data.path only
+    # A task may generate a problem twice, or one of the training; with four times as many, enough are left.
     fresh = sources.is_made(path)
     size, eval_seed = config.eval.size * (4 if fresh else 1), sources.other_seed(seed)
     rows = sources.read(path, config.eval.split, args, size, eval_seed, files.EVAL, deadline_s)
@@ -463,7 +473,7 @@ def load(
 def load_whole(
     config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
 ) -> list[Problem]:
-    """All problems of `path` in their order, held out or not, to be evaluated; arguments and errors as of load."""
+    """All problems of `path` for an evaluation, in the order of the source; arguments and errors are those of load."""
     stock = _stock(config, chat, seed, deadline_s)
     return _problems(stock, stock.fitting(np.arange(len(stock)), max_prompt_length))
 
@@ -474,19 +484,22 @@ def _stock(config: DataConfig, chat: Renderer, seed: int, deadline_s: float) -> 
 
 
 def _problems(stock: Stock, places: Places) -> list[Problem]:
-    """Held-out ones."""
+    """The held-out problems at these places."""
     return [stock.item(place).at(index, epoch=-1) for index, place in enumerate(places.tolist())]
 
 
 def _first_of_each(found: Places, before: int = 0) -> npt.NDArray[np.bool_]:
-    """Which are the first of their class; found: of stock.classes, so many others before them."""
+    """[prompts] True where a prompt is the first of its class. found: an array that `classes` returned. before: how
+    many prompts stood before it there."""
     first: npt.NDArray[np.bool_] = found == np.arange(before, before + len(found))
     return first
 
 
 def _hold_out(stock: Stock, places: Places, config: DataConfig, seed: int) -> tuple[Places, Places]:
-    """Training and held-out prompts; one that is held out is nowhere in training, however often it occurs. Of a single
-    prompt none is, unless evaluation was asked for."""
+    """Returns (places of training prompts, places of held-out prompts). No held-out prompt occurs in the training.
+
+    If the source has a single distinct prompt, none is held out; it is an error if the user configured data.eval.
+    """
     (found,) = classes((stock, places))
     distinct = found[_first_of_each(found)]
     if len(distinct) < 2 and not config.eval.model_fields_set:
@@ -503,11 +516,13 @@ def _hold_out(stock: Stock, places: Places, config: DataConfig, seed: int) -> tu
 
 
 def _check_apart(known: int, held_out: int, config: DataConfig) -> None:
-    """Raises WrongInput if evaluation would score what was trained on: the same source, or one without a new prompt.
-    Single prompts in both are only warned of: other people's splits have them. known: how many of the held-out prompts
-    are in the training data."""
+    """Raises WrongInput if the evaluation would score training problems: if both come from the same source, or if no
+    held-out prompt is new. If only some prompts are in both, as in many published splits, a warning is logged.
+
+    known: how many of the held-out prompts are in the training data.
+    """
     here, there = (Path(path).expanduser().resolve() for path in (config.path, config.eval.path or config.path))
-    # Without a split of its own a file is taken whole, and of a hub data set `test`.
+    # If eval.split is null, a file is taken whole, and of a hub data set the split `test`.
     same = here == there and (config.eval.split or (config.split if there.exists() else "test")) == config.split
     told = f"{known} of {held_out} held-out problems are in the training data"
     if known and (same or known == held_out):
@@ -520,7 +535,7 @@ def _check_apart(known: int, held_out: int, config: DataConfig) -> None:
 
 
 def fitting(items: Sequence[Problem], config: DataConfig, longest: int, tools: int = 0) -> list[Problem]:
-    """As Problems.fitting, of problems whose prompts are known."""
+    """Those of `items`, whose prompts are tokenised already, that fit; otherwise as Problems.fitting."""
     if not items:
         return []
     sizes = np.array([len(item.prompt_ids) + tools for item in items])

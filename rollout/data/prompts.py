@@ -1,4 +1,4 @@
-"""A row of the data -> the messages of a prompt: a column, a part of one, or a template over columns."""
+"""Makes the messages of a prompt from a row of the data: from a column, a part of one, or a template over columns."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ log = logging.getLogger("rollout")
 
 PART = re.compile(r"\.([^.\[\]]+)|\[([^\[\]]+)\]")  # .text or [text]: one step into a nested column
 CONVERSIONS: dict[str, Callable[[object], str]] = {"r": repr, "s": str, "a": ascii}
-TOO_WIDE = re.compile(r"[0-9]{5}|[{}]")  # in a format: would make texts of any length
+TOO_WIDE = re.compile(r"[0-9]{5}|[{}]")  # format specifications that could make texts of any length
 
 
 class NoPrompt(WrongInput):
@@ -24,8 +24,11 @@ class NoPrompt(WrongInput):
 
 
 def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """Each row's index and conversation; messages call it `<name>-<index>`. Rows without a prompt, which data sets of
-    the hub have, are left out with a warning; raises WrongInput where those are half or more, or a row is wrong."""
+    """The index and the messages of each row that has a prompt. Error messages call a row `<name>-<index>`.
+
+    Some data sets of the hub have rows without a prompt. These are left out with a warning; WrongInput is raised if
+    half of the rows or more have none, or if a row is wrong.
+    """
     empty: list[NoPrompt] = []
     for index, row in enumerate(rows):
         try:
@@ -41,18 +44,17 @@ def prompts_of(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[t
 
 
 def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]]:
-    """The conversation that `data.prompt` and `data.system` make of a row. Raises WrongInput, NoPrompt of an empty
-    one.
+    """The messages that `data.prompt` and `data.system` make of a row. Raises WrongInput; NoPrompt if there is none.
 
-    where: names the row in messages.
+    where: name of the row in error messages.
     """
     if config.by_environment:
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         return [*system, {"role": "user", "content": ""}]
     value = _prompt(row, str(config.prompt))
-    if isinstance(value, str) and config.system is None and value.strip():  # as most rows are, of maybe a million
+    if isinstance(value, str) and config.system is None and value.strip():  # the usual case, fast for a million rows
         return [{"role": "user", "content": value}]
-    if isinstance(value, float) and math.isnan(value):  # as pandas says that a text is not there
+    if isinstance(value, float) and math.isnan(value):  # pandas writes nan for a missing text
         value = None
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else _turns(value, where)
     said = [bool(turn["content"].strip()) for turn in _asking(turns or [])]
@@ -78,19 +80,18 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
 
 
 def check_column(columns: Row, prompt: str) -> None:
-    """Whether there is the column that data.prompt names, if it is a name and no template, whatever is in it. Raises
-    WrongInput."""
+    """Raises WrongInput if `prompt` (data.prompt) is a name, not a template, and there is no such column."""
     if prompt.isidentifier() and prompt not in columns:
         _prompt(columns, prompt)
 
 
 def _asking(turns: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Those that must have a text: all but a system's, where there are others."""
+    """The messages that must not be empty: all but system messages, if there are others."""
     return [turn for turn in turns if turn["role"] != "system"] or turns
 
 
 def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
-    """Messages with their contents as text; None where it is no conversation."""
+    """The messages of a conversation, with their contents as text; None if the value is no conversation."""
     if not isinstance(value, list):
         return None
     turns = []
@@ -106,7 +107,7 @@ def _turns(value: Any, where: str) -> list[dict[str, str]] | None:
 
 
 def _text(content: Any, where: str) -> str:
-    """A message's content; of content parts the texts, a line break between them, as vLLM's own server joins them."""
+    """A message's content as text. Texts of content parts are joined by line breaks, as vLLM's own server does."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -124,7 +125,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _prompt(row: Row, prompt: str) -> Any:
-    """A column's value, or a template filled from the columns."""
+    """The value of the column `prompt`, or the template `prompt` filled from the columns."""
     if prompt in row:
         return row[prompt]
     try:
@@ -167,7 +168,7 @@ def _formatted(value: Any, field: str, spec: str, conversion: str | None) -> str
 
 
 def _column(row: Row, field: str) -> Any:
-    """A column's value, or the part of a nested one that `problem[text]` or `problem.text` names."""
+    """The value of a column, or of the part of a nested column that is named like `problem[text]` or `problem.text`."""
     if field in row:
         return row[field]
     first = re.split(r"[.\[]", field, maxsplit=1)[0]

@@ -1,4 +1,4 @@
-"""Where rows of problems come from: the hub, files and folders of this machine, or a reasoning_gym task."""
+"""Reads the rows of a data source: the hub, files and folders of this machine, or a reasoning_gym task (`read`)."""
 
 import json
 import logging
@@ -18,21 +18,22 @@ from rollout.data.files import DATA, FORMATS, LINES, Names, cut, is_file_name, p
 from rollout.data.model_files import switched_off
 from rollout.data.tables import CsvFile, Packed, Row, Table, csv_rows
 
-# Tells early whether many small pieces of work will be done by their deadline.
-
-PROBE_S = 3.0  # of work, before the rest is estimated from it
+PROBE_S = 3.0  # seconds of work from which the duration of the whole work is estimated
 
 
 class Pace:
-    """`total` pieces must be done within `seconds`. The first, which may have to load what all need, says nothing of
-    the others, so the clock starts behind it."""
+    """Tells early whether `total` pieces of work will be done within `seconds`.
+
+    The clock starts behind the first piece, which may take longer since it loads what all pieces need.
+    """
 
     def __init__(self, total: int, seconds: float) -> None:
         self._total, self._seconds = total, seconds
-        self._first: tuple[int, float] | None = None  # done so far as the clock started, and when that was
+        self._first: tuple[int, float] | None = None  # (pieces done when the clock started, that time)
 
     def late(self, done: int) -> str:
-        """What is wrong after `done` pieces (at least 1, and more at each call), or ''."""
+        """Returns what is wrong if the work will be late, judged after `done` pieces (at least 1, and more at each
+        call); else ""."""
         now = time.monotonic()
         before, begin = self._first = self._first or (done, now)
         spent = now - begin
@@ -44,21 +45,25 @@ class Pace:
         return f"{done} of {self._total} took {spent:.0f} s, so that all would take {whole:.0f} s of {self._seconds:g}"
 
 
-# Folders, data sets of the hub, and files that data.args names, which Hugging Face's library finds. Where they hold
-# JSON or CSV, the files that it has found are read here, as one that is named by itself: the library would make dates
-# of texts that look like some, numbers of 007, and nothing of NA.
+# Folders, data sets of the hub, and files named in data.args are found by Hugging Face's datasets. If they hold JSON or
+# CSV, the files are read by rollout.data.tables, as a single file is: datasets would turn texts that look like dates
+# into dates, 007 into a number, and NA into a missing value.
 
 log = logging.getLogger("rollout")
 
-# Arguments of load_dataset that say how a data set is loaded, not which.
+# Arguments of load_dataset that say how a data set is loaded, not which data set.
 OF_LOADING = ("verification_mode", "keep_in_memory", "save_infos", "num_proc", "trust_remote_code", "streaming")
-# Settings of datasets' reader of JSON without a meaning here: how much it reads at once, and what it makes of types.
+# Settings of datasets' JSON reader that have no meaning here: how much it reads at once, and how it converts types.
 OF_ITS_READER = ("use_threads", "block_size", "chunksize", "newlines_in_values", "on_mixed_types", "parse_agent_traces")
 OF_ANY_BUILDER = ("name", "version", "data_dir", "data_files", "description")
 
 
 class _Raw(NamedTuple):
-    """What the library has found. files: of each split. options: of the reader, by pandas' names, or `field`."""
+    """What datasets has found.
+
+    kind: "json" or "csv". files: split -> its files. options: settings of the reader, by pandas' names, or `field`.
+    builder: datasets' builder.
+    """
 
     kind: str
     files: Mapping[str, Sequence[str]]
@@ -67,11 +72,11 @@ class _Raw(NamedTuple):
 
 
 def read_data_set(path: str, split: str, args: Mapping[str, Any], size: int | None, names: Names) -> Sequence[Row]:
-    """The first `size` rows of a split, or of a part of it. Raises whatever the library says, and WrongInput of a
-    file that cannot be read."""
+    """The first `size` rows of a split, or of a part of it. Raises datasets' own errors, and WrongInput for a file that
+    cannot be read."""
     import datasets
 
-    datasets.disable_progress_bars()  # job logs are no terminal
+    datasets.disable_progress_bars()  # progress bars would fill job logs
     raw = None if args.get("streaming") else _raw(path, args, names)
     if raw is None:
         return Table(datasets.load_dataset(path, split=split, **args), size)
@@ -98,7 +103,7 @@ def _joined(parts: Sequence[Sequence[Row]], size: int | None) -> Sequence[Row]:
 
 
 def _raw(path: str, args: Mapping[str, Any], names: Names) -> _Raw | None:
-    """None of what is neither JSON nor CSV, or is to be read with settings that only the library has."""
+    """The files of a data set; None if they are neither JSON nor CSV, or need settings that only datasets has."""
     import datasets
     from datasets.packaged_modules.csv.csv import Csv, CsvConfig
     from datasets.packaged_modules.json.json import Json, JsonConfig
@@ -123,8 +128,8 @@ def _raw(path: str, args: Mapping[str, Any], names: Names) -> _Raw | None:
 
 
 def _tell_of_others(folder: Path, splits: Mapping[str, Sequence[str]], names: Names) -> None:
-    """Which files of a folder without a card are read in no split. The library takes those whose names have a split in
-    them (train, test), else those of the kind of which there are most, and says nothing of the others."""
+    """Warns of files that no split of a folder without a README.md contains. datasets takes the files with a split
+    (train, test) in their names, else those of the most frequent format, and silently leaves out the others."""
     from datasets.data_files import FILES_TO_IGNORE
 
     if not folder.is_dir() or (folder / "README.md").is_file():
@@ -144,7 +149,7 @@ def _tell_of_others(folder: Path, splits: Mapping[str, Sequence[str]], names: Na
 
 
 def _changed(config: Any, usual: Any, without: Sequence[str]) -> dict[str, Any]:
-    """The settings of a reader that are not those of the library."""
+    """The settings of a reader that differ from datasets' defaults."""
     names = config.__dataclass_fields__.keys() - {*without, *OF_ANY_BUILDER, "features"}
     found = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(usual, name)}
     if found.get("sep") == found.get("delimiter"):
@@ -153,8 +158,8 @@ def _changed(config: Any, usual: Any, without: Sequence[str]) -> dict[str, Any]:
 
 
 def _downloaded(path: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the hub cannot be asked, the folder that its cache has of a data set, in the place of its name: the library
-    itself would go by what it made of the rows when it read them last."""
+    """Returns (path, args), in which the hub's name is replaced by the folder in its cache if the hub is switched off.
+    datasets itself would then use the rows as it converted them when it read them last."""
     if not switched_off() or path in ("json", "csv") or Path(path).exists():
         return path, args
     from huggingface_hub import snapshot_download
@@ -179,8 +184,8 @@ def _rows(raw: _Raw, split: str, names: Names) -> Packed | list[Row]:
 
 
 def _files(raw: _Raw, split: str) -> Iterator[tuple[Path, str, str]]:
-    """Each file of a split: where it lies here, how it is packed, and its name. All splits are brought, so that the
-    others can be read without the hub, too."""
+    """Returns (place on this machine, packing, name) of each file of a split. All splits are downloaded, so that later
+    runs can read any of them without the hub."""
     import datasets
 
     config = datasets.DownloadConfig(token=getattr(raw.builder, "token", None))
@@ -206,8 +211,8 @@ __all__ = ["GENERATED", "Row", "first_rows", "is_made", "label", "other_seed", "
 
 
 GENERATED = "rg:"
-GENERATED_SIZE = 1000  # problems of a reasoning_gym task where data.size is not given
-DEADLINE_S = 600.0  # for making problems
+GENERATED_SIZE = 1000  # how many problems a reasoning_gym task makes if data.size is null
+DEADLINE_S = 600.0  # seconds for making the problems of a task
 
 
 def read(
@@ -219,17 +224,17 @@ def read(
     names: Names = DATA,
     deadline_s: float = DEADLINE_S,
 ) -> Sequence[Row]:
-    """The first `size` rows of a source, which are read by their positions. Raises WrongInput.
+    """The first `size` rows of a source, as a sequence. Raises WrongInput.
 
     Args:
         path: `rg:<task>`, `env:own`, a file (files.FORMATS), a pattern of files, a folder, or a hub name.
-        split: of a hub data set or a folder, or `train[:100]` of a file; null: names.usual, and of what has one split
-            only, all of it.
+        split: a split of a hub data set or a folder, or for example `train[:100]` of a file; None: names.usual, or the
+            only split.
         args: keyword arguments of the source: the task's settings, or those of datasets.load_dataset
-            (a hub data set with several configurations is chosen with {name: main}).
-        size: null = all rows; of a task, how many to make.
-        seed: of a task; files and hub data are not shuffled here.
-        names: what messages call them.
+            (for example {name: main} chooses a configuration of a hub data set).
+        size: None for all rows; for a task, how many problems to make.
+        seed: seed of a task; files and hub data are not shuffled here.
+        names: the configuration keys, for error messages.
         deadline_s: seconds for making the problems of a task.
     """
     args = resolved(args, "data.args")
@@ -250,9 +255,10 @@ def read(
 def first_rows(
     path: str, split: str | None, args: Mapping[str, Any], size: int | None, names: Names = DATA
 ) -> files.Beginning:
-    """A few rows from the beginning of files that are here, if they can be told soon, however long these are; none of
-    the hub, of a folder or of a task. size: as of read. Raises WrongInput of what is there no file, or cannot be
-    read."""
+    """A few first rows of files on this machine, if they can be read quickly; none for the hub, a folder or a task.
+
+    size: as in `read`. Raises WrongInput if a file does not exist or cannot be read.
+    """
     if is_made(path):
         return files.Beginning()
     several = files.matching(path, names.path) if files.is_pattern(path) else []
@@ -262,20 +268,20 @@ def first_rows(
         return files.beginning(found, split, resolved(args, "data.args"), size, names) if found else files.Beginning()
     except WrongInput:
         raise
-    except Exception as error:  # what `read` will say of it
+    except Exception as error:  # `read` will report this error
         log.debug("%s: no first rows of %s (%r)", names.path, path, error)
         return files.Beginning()
 
 
 def label(path: str, split: str) -> str:
-    """What the ids of a source's problems begin with."""
+    """The prefix of the ids of a source's problems."""
     if is_made(path):
         return "env" if path == OWN else path.removeprefix(GENERATED)
     return files.plain_name(path) if files.is_file_name(path) and not files.is_pattern(path) else split
 
 
 def is_made(path: str) -> bool:
-    """Whether the problems are made by code, as many as are asked for, rather than read."""
+    """Whether the source makes its problems by code, as many as are asked for."""
     return path == OWN or path.startswith(GENERATED)
 
 
@@ -297,14 +303,14 @@ def _read_dataset(
         return read_data_set(path if local is None else str(local), split or names.usual, args, size, names)
     except WrongInput:
         raise
-    except StopIteration:  # how datasets 5 meets a file without a line
+    except StopIteration:  # datasets 5 raises it for an empty file
         return []
-    except ConnectionError as error:  # huggingface_hub's OfflineModeIsEnabled is one
+    except ConnectionError as error:  # huggingface_hub's OfflineModeIsEnabled is a subclass
         raise WrongInput(
             f"{names.path}: {path} is neither a file or folder here nor in the hub's cache, and the hub cannot be "
             "reached; download it where there is a network, or give a file"
         ) from error
-    except Exception as error:  # readers of files that anybody may have written raise what they like
+    except Exception as error:  # readers raise errors of many types for malformed files
         said = scrubbed(_first_line(error.__cause__ or error), args)
         raise WrongInput(
             f"{names.path}: {path} (split {split or names.usual}{_named(args)}) cannot be read: {said}; check the "
@@ -313,7 +319,7 @@ def _read_dataset(
 
 
 def _named(args: Mapping[str, Any]) -> str:
-    """The names alone: values may be secrets."""
+    """The names of arguments for an error message. Values may be secrets."""
     return f", args {', '.join(args)}" if args else ""
 
 
@@ -331,7 +337,7 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
         raise WrongInput(f"data.path: rg: must be followed by a task of reasoning_gym, got {task!r}; nearest: {near}")
     try:
         made = factory.create_dataset(task, size=size, seed=seed, **args)
-    except Exception as error:  # the task's own, about values that it did not expect
+    except Exception as error:  # a task raises errors of many types for values that it does not expect
         raise WrongInput(
             f"data.args: must be settings of the task {task}, got {', '.join(args) or 'none'}: "
             f"{scrubbed(_first_line(error), args)}; "
@@ -347,7 +353,7 @@ def _generate(task: str, args: Mapping[str, Any], size: int, seed: int, names: N
 
 
 def _episodes(split: str | None, args: Mapping[str, Any], size: int, names: Names) -> list[Row]:
-    """Numbers alone; those of evaluation are others."""
+    """Rows that hold only a number, for an environment that makes its own problems; the held-out numbers differ."""
     if split not in (None, "train"):
         raise WrongInput(f"{names.split}: an environment's own problems have no splits, got {split!r}; leave it out")
     if args:
@@ -357,7 +363,7 @@ def _episodes(split: str | None, args: Mapping[str, Any], size: int, names: Name
 
 
 def _generated(entry: Mapping[str, Any]) -> Row:
-    # Metadata differs in shape from problem to problem and from task to task: one text column holds it all.
+    # Metadata differ in shape between problems and between tasks, so they become one column of text.
     metadata = json.dumps(entry["metadata"], default=str)
     return {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
 

@@ -1,4 +1,5 @@
-"""Rows of JSON and CSV as they are written, and where they lie: a million take no more memory than some thousands."""
+"""Reads rows of JSON and CSV exactly as they are written, and keeps them on disk, so that a million rows take no more
+memory than some thousands (Packed). Each row is read by its position."""
 
 import bz2
 import csv
@@ -23,19 +24,15 @@ from typing import IO, Any, NamedTuple, overload
 
 from cluster.errors import WrongInput
 
-# Where the rows of a source lie once it is read: a million of them take no more memory than some thousands, and each
-# is read by its position.
-
-
 Row = dict[str, Any]
 
-MEMORY = 2**25  # bytes; more lies in a file without a name in the folder for temporary files
+MEMORY = 2**25  # bytes of rows in memory; more rows lie in an unnamed file in the folder for temporary files
 BLOCK = 64  # rows that are written and read together
-MAX_DEPTH = 64  # of a row's lists and mappings: what a reward process and Arrow take
+MAX_DEPTH = 64  # deepest nesting of a row's lists and mappings that a reward process and Arrow accept
 
 
 class _ByPosition(Sequence[Row], ABC):
-    """Rows of which `_at` gives one."""
+    """A sequence of rows; a subclass implements `_at`, which returns one."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -51,20 +48,18 @@ class _ByPosition(Sequence[Row], ABC):
 
 
 class Packed(_ByPosition):
-    """Rows of JSON's types. A row that lacks columns which others have holds None there.
-
-    What becomes of the file that they were read from does not matter: this is a copy.
-    """
+    """Rows with values of JSON's types, as a copy that does not need the source any more. A row has None in columns
+    that only other rows have."""
 
     def __init__(self) -> None:
         self._blocks = tempfile.SpooledTemporaryFile(max_size=MEMORY)  # noqa: SIM115, it lives as long as the rows
-        self._ends = array("q", [0])  # bytes up to which each block goes, behind the begin of the first
-        self._last: list[Row] = []  # of a block that is not full yet
+        self._ends = array("q", [0])  # 0, and the byte at which each block ends
+        self._last: list[Row] = []  # rows of the block that is not full yet
         self._columns: dict[str, None] = {}
         self._values: dict[str, Callable[[Any], Any]] = {}
 
     def add(self, row: Row) -> None:
-        """One more row, which must not be changed afterwards. Raises WrongInput if there is no room for it."""
+        """Adds a row, which must not be changed afterwards. Raises WrongInput if the disk has no room for it."""
         if row.keys() != self._columns.keys():
             self._columns |= dict.fromkeys(row)
         self._last.append(row)
@@ -84,12 +79,12 @@ class Packed(_ByPosition):
         self._last = []
 
     def meaning(self, values: Mapping[str, Callable[[Any], Any]]) -> "Packed":
-        """The same rows, whose values of these columns are what the functions make of them."""
+        """Has the values of these columns converted by the functions when rows are read. Returns itself."""
         self._values = dict(values)
         return self
 
     def part(self, start: int, stop: int) -> "Packed":
-        """The rows from one position up to another, with the columns that these have."""
+        """A copy of the rows from position `start` up to `stop`, with the columns that these rows have."""
         found = Packed().meaning(self._values)
         for row in islice(self._raw(), start, stop):
             found.add(row)
@@ -106,7 +101,7 @@ class Packed(_ByPosition):
         return map(self._whole, self._raw())
 
     def _raw(self) -> Iterator[Row]:
-        """Rows as they were added."""
+        """The rows as they were added."""
         return chain.from_iterable(map(self._block, range(len(self._ends))))
 
     def _block(self, number: int) -> list[Row]:
@@ -124,7 +119,7 @@ class Packed(_ByPosition):
 
 
 class Table(_ByPosition):
-    """The first rows, or all, of a data set of Hugging Face's library, which maps its files into memory."""
+    """The first `size` rows, or all, of a data set of Hugging Face's datasets, which maps its files into memory."""
 
     def __init__(self, found: Any, size: int | None) -> None:
         self._found, self._places = found, range(len(found))[:size]
@@ -140,7 +135,7 @@ class Table(_ByPosition):
 
 
 def checked(value: Any, where: str) -> Row:
-    """A row, if Arrow, a reward process and a tokenizer can take it. Raises WrongInput, which says `where` it is."""
+    """Returns a row that Arrow, reward processes and tokenizers can take, else raises WrongInput. where: its place."""
     if not isinstance(value, dict):
         raise WrongInput(f"{where} must be a mapping of columns, got {type(value).__name__}; correct it")
     waiting: list[tuple[Any, int]] = [(value, 0)]
@@ -160,31 +155,30 @@ def checked(value: Any, where: str) -> Row:
     return value
 
 
-# Rows of JSON, line by line or in one array: exact whole numbers of any size, a line number for what is wrong, and
-# nothing recursive.
+# JSON, line by line or in one array. Whole numbers of any size stay exact, and errors name the line.
 
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-BOM = b"\xef\xbb\xbf"  # what some editors put before UTF-8
-SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
+BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors put before UTF-8
+SPACE = re.compile(r"[ \t\n\r]*")  # JSON's white space
 
 _DECODE = json.JSONDecoder().raw_decode
 
 
 def opened(file: Path, packing: str) -> Any:
-    """A file, unpacked, as bytes. packing: a key of PACKED, or nothing."""
+    """A stream of a file's unpacked bytes. packing: a key of PACKED, or "" for a plain file."""
     opener: Callable[..., Any] = PACKED.get(packing, open)
     return opener(file, "rb")
 
 
 def json_rows(file: Path, packing: str, named: str, *, lines: bool, field: str | None = None) -> Iterator[Row]:
-    """A file that is one object over several lines, all of whose values are lists of one length, holds columns.
+    """The rows of a JSON file. One object over several lines, whose values are lists of one length, holds columns.
 
     Args:
-        named: the key of the configuration and the file, for messages.
-        lines: it holds an object a line for certain; else it may be an array.
-        field: of the one object that the file is, where in it the rows lie.
+        named: the configuration key and the file, for error messages.
+        lines: whether each line is certainly an object; if not, the file may be an array.
+        field: key of the rows, if the file is one object that holds them.
 
-    Raises WrongInput: it cannot be read.
+    Raises WrongInput if the file cannot be read.
     """
     number = 1
     try:
@@ -204,7 +198,7 @@ def json_rows(file: Path, packing: str, named: str, *, lines: bool, field: str |
         raise WrongInput(f"{named} line {number} must be UTF-8, got the byte {wrong}; save it as UTF-8") from None
     except RecursionError:
         raise WrongInput(f"{named} line {number} is nested too deep; take levels out") from None
-    except (ValueError, EOFError, OSError) as error:  # OSError: no gzip file, though its name says so
+    except (ValueError, EOFError, OSError) as error:  # OSError: the file is not packed as its name says
         if isinstance(error, WrongInput):
             raise
         plain = f"{error.msg} character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
@@ -220,15 +214,15 @@ def _row(text: bytes, named: str, number: int) -> Row:
     decoded = text.decode()
     row, end = _DECODE(decoded)
     if end != len(decoded):
-        row = json.loads(decoded)  # which says that there is more
-    # Without an escape no half of a surrogate pair can be in it; brackets bound the depth.
+        row = json.loads(decoded)  # raises an error that says that the line goes on
+    # A text without escapes holds no half of a surrogate pair, and few brackets cannot be nested deep.
     if type(row) is dict and b"\\u" not in text and text.count(b"{") + text.count(b"[") <= MAX_DEPTH:
         return row
     return checked(row, f"{named} line {number}")
 
 
 def _entries(whole: str, named: str) -> Iterator[Row]:
-    """Of an array, one after the other: as objects they would take ten times the memory of their text."""
+    """The rows of an array, decoded one by one, since all together would take ten times the memory of their text."""
     at, entry = SPACE.match(whole, whole.index("[") + 1).end(), 0  # type: ignore[union-attr]
     if whole[at : at + 1] != "]":
         while True:
@@ -236,7 +230,7 @@ def _entries(whole: str, named: str) -> Iterator[Row]:
             try:
                 value, end = _DECODE(whole, at)
             except json.JSONDecodeError:
-                json.loads(whole)  # whose error says where
+                json.loads(whole)  # raises an error that names the place
                 raise
             yield checked(value, f"{named} entry {entry}")
             at = SPACE.match(whole, end).end()  # type: ignore[union-attr]
@@ -244,7 +238,7 @@ def _entries(whole: str, named: str) -> Iterator[Row]:
                 break
             at = SPACE.match(whole, at + 1).end()  # type: ignore[union-attr]
     if SPACE.fullmatch(whole, at + 1) is None or whole[at : at + 1] != "]":
-        json.loads(whole)  # likewise
+        json.loads(whole)  # raises an error that names the place
 
 
 def _in_field(whole: str, field: str, named: str) -> Iterator[Row]:
@@ -257,7 +251,7 @@ def _in_field(whole: str, field: str, named: str) -> Iterator[Row]:
 
 
 def _columns(first: bytes, stream: IO[bytes]) -> dict[str, list[Any]] | None:
-    """Of a file that is one object over several lines: lists of one length. None of any other."""
+    """The columns of a file that is one object over several lines with lists of one length; None for other files."""
     try:
         json.loads(first.decode())
         return None
@@ -274,7 +268,7 @@ def _columns(first: bytes, stream: IO[bytes]) -> dict[str, list[Any]] | None:
 
 
 def _listed(found: Any, named: str) -> Iterator[Row]:
-    """Rows in a list, or in lists of their columns."""
+    """The rows of a list, or of an object of columns."""
     if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
         found = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     if not isinstance(found, list):
@@ -283,16 +277,16 @@ def _listed(found: Any, named: str) -> Iterator[Row]:
         yield checked(value, f"{named} entry {entry}")
 
 
-# Rows of CSV: cells as they are written, and no row that does not fit the header.
+# CSV. Cells stay as they are written, and a row that does not fit the header is an error.
 
-WHOLE = re.compile(r"0|-?[1-9][0-9]{0,999}", re.ASCII)  # a number that is written in no other way
+WHOLE = re.compile(r"0|-?[1-9][0-9]{0,999}", re.ASCII)  # a whole number as Python writes it
 AT_ONCE = 20_000  # rows that pandas reads at once
-COMPRESSIONS = {"": None, ".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}  # by pandas' names
+COMPRESSIONS = {"": None, ".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}  # packing -> pandas' name
 PLAIN = {str, int, float, bool, type(None)}
-MARKS = (";", "\t", "|", ",")  # between fields, in files that are called CSV or TSV
+MARKS = (";", "\t", "|", ",")  # separators in files that are called CSV or TSV
 TRUTH = {"True": True, "False": False}
-# Arguments of pandas.read_csv that say how a line is divided, which csv of the standard library understands alike; and
-# those that say nothing of it. With any other one only pandas looks at the lines.
+# Arguments of pandas.read_csv: those that say how lines are divided, in which the standard library's csv agrees; those
+# that say where rows begin and end; and those about cells. With any other argument only pandas divides the lines.
 DIVIDES = ("sep", "delimiter", "quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
 BEGINS = ("header", "names", "column_names", "skiprows", "nrows", "encoding", "encoding_errors")
 OF_CELLS = (
@@ -303,8 +297,8 @@ OF_CELLS = (
 
 
 class CsvFile(NamedTuple):
-    """A file to be read. packing: of json_rows.PACKED, or nothing. named: the key of the configuration and the file,
-    for messages. tabs: whether its name says that they stand between fields."""
+    """A CSV file. packing: a key of PACKED, or "". named: the configuration key and the file, for error messages. tabs:
+    whether the name says that tabs separate the fields."""
 
     file: Path
     packing: str
@@ -312,19 +306,18 @@ class CsvFile(NamedTuple):
     tabs: bool = False
 
     def separated(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arguments for this file."""
+        """The arguments of pandas.read_csv for this file."""
         return {"sep": "\t", **args} if self.tabs and not {"sep", "delimiter"} & args.keys() else args
 
 
 def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list[Row]:
-    """All rows of files that have one header. What pandas takes for a number or for nothing by itself would be other
-    gold answers: 712 for 00712, 2.0 for 2 in a column with an empty cell, nothing for NA. So a column is numbers, or
-    truth values, where Python writes each of them as its cell has it, and where `args` ask for a type.
+    """All rows of files that have the same header. args: arguments of pandas.read_csv.
 
-    args: of pandas.read_csv.
+    pandas' own conversions would change gold answers: 00712 to 712, 2 to 2.0 in a column with an empty cell, NA to a
+    missing value. So a column becomes numbers or truth values only if Python writes each value as its cell does, or if
+    `args` ask for a type.
 
-    Raises WrongInput: a row has more or fewer fields than the header, or two columns have one name; and what pandas
-    raises.
+    Raises WrongInput if a row has more or fewer fields than the header or two columns the same name; pandas' errors.
     """
     if args.get("index_col") is not None and args["index_col"] is not False:
         raise WrongInput(
@@ -353,7 +346,7 @@ def csv_rows(files: Sequence[CsvFile], args: Mapping[str, Any]) -> Packed | list
 
 
 def _tables(one: CsvFile, args: Mapping[str, Any]) -> Iterator[Any]:
-    """Of pandas, some rows each. args: for this file."""
+    """pandas' tables of the file, some rows in each. args: the arguments for this file."""
     import pandas
 
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "compression": COMPRESSIONS[one.packing]}
@@ -364,12 +357,12 @@ def _tables(one: CsvFile, args: Mapping[str, Any]) -> Iterator[Any]:
     if "column_names" in options:
         options["names"] = options.pop("column_names")
     if "names" not in options:
-        options["index_col"] = False  # else the first column of rows that are all longer than the header is an index
-    options["chunksize"] = AT_ONCE if isinstance(asked, Mapping | str) else None  # None: other cells have a say
+        options["index_col"] = False  # so that pandas makes no index if all rows are longer than the header
+    options["chunksize"] = AT_ONCE if isinstance(asked, Mapping | str) else None  # None: pandas must see all cells
 
     def without_losses(read: Callable[[], Any]) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pandas.errors.ParserWarning)  # of fields that are left out
+            warnings.simplefilter("error", pandas.errors.ParserWarning)  # pandas warns of fields that it leaves out
             return read()
 
     found = without_losses(lambda: pandas.read_csv(one.file, **options))
@@ -382,7 +375,7 @@ def _tables(one: CsvFile, args: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class _Kinds:
-    """What the cells of each column may be: all that were seen are numbers, or truth values, or neither."""
+    """Finds for each column whether all of its cells are numbers, or truth values, or neither."""
 
     def __init__(self) -> None:
         self._left: dict[str, list[Callable[[str], Any]]] = {}
@@ -397,7 +390,7 @@ class _Kinds:
         ]
 
     def values(self) -> dict[str, Callable[[str], Any]]:
-        """For Packed.meaning."""
+        """The functions that convert the cells of each column, for Packed.meaning."""
         return {name: _stripped(left[0]) for name, left in self._left.items() if left}
 
 
@@ -406,7 +399,7 @@ def _stripped(value_of: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _add(found: Packed, table: Any, asked: Any, kinds: _Kinds) -> bool:
-    """Whether all rows of a table could be added, which hold no dates or others of the types that may be asked for."""
+    """Adds the rows of a table; False, and adds none, if it has values such as dates, which `args` can ask for."""
     columns = _texts_by_column(table)
     if not all({*map(type, cells)} <= PLAIN for cells in columns.values()):
         return False
@@ -427,7 +420,7 @@ def _texts_by_column(table: Any) -> dict[str, list[Any]]:
 
 
 def _as_they_are(files: Sequence[CsvFile], args: Mapping[str, Any]) -> list[Row]:
-    """Rows of other types, in memory."""
+    """All rows in memory, if they have values of other types than JSON's."""
     kinds, rows, asked = _Kinds(), list[Row](), args.get("dtype", {})
     for table in (table for one in files for table in _tables(one, one.separated(args))):
         columns = _texts_by_column(table)
@@ -442,7 +435,7 @@ def _as_they_are(files: Sequence[CsvFile], args: Mapping[str, Any]) -> list[Row]
 
 
 def number_in(text: str) -> int | float | None:
-    """None for what is written as Python would not write it: 007, 1.50, +5, nan."""
+    """The number that a text is; None if Python would write the number otherwise (007, 1.50, +5), or for nan."""
     if WHOLE.fullmatch(text):
         return int(text)
     try:
@@ -453,7 +446,7 @@ def number_in(text: str) -> int | float | None:
 
 
 def _is_plain(args: Mapping[str, Any]) -> bool:
-    """Whether csv of the standard library divides the lines as pandas does."""
+    """Whether the standard library's csv divides the lines as pandas does with these arguments."""
     between = args.get("delimiter") or args.get("sep", ",")
     plain = args.keys() <= {*DIVIDES, *BEGINS, *OF_CELLS} and isinstance(between, str) and len(between) == 1
     starts = all(isinstance(args.get(name, 0), int) for name in ("skiprows", "nrows"))
@@ -461,11 +454,11 @@ def _is_plain(args: Mapping[str, Any]) -> bool:
 
 
 def _check_fields(one: CsvFile, args: Mapping[str, Any], *, chosen: bool) -> None:
-    """Raises WrongInput: a row has more or fewer fields than the first, or a file of its own names has two of one
-    name, or but one that is divided by another separator. chosen: the user says by which fields are divided."""
+    """Raises WrongInput if a row has more or fewer fields than the first, or if the header has a name twice or seems to
+    be divided by another separator. chosen: whether the user has set the separator."""
     names = args.get("names") or args.get("column_names")
     skipped, last = args.get("skiprows", 0), args.get("nrows", sys.maxsize)
-    begin = -1 if names and "header" not in args else args.get("header", 0)  # place of the header among the records
+    begin = -1 if names and "header" not in args else args.get("header", 0)  # index of the header among the records
     encoding = str(args.get("encoding") or "utf-8").replace("_", "-").lower()
     wanted, header = len(names) if names else None, -1 if begin is None else begin
     with (
@@ -514,8 +507,8 @@ def _check_fields(one: CsvFile, args: Mapping[str, Any], *, chosen: bool) -> Non
 
 
 def _check_by_pandas(one: CsvFile, args: Mapping[str, Any]) -> None:
-    """Raises WrongInput: a row has fewer fields than the header, of lines that only pandas can divide. Its parser in
-    Python alone tells a field that is not there from an empty one."""
+    """Raises WrongInput if a row has fewer fields than the header, in a file whose lines only pandas can divide. Only
+    pandas' parser in Python distinguishes a missing field from an empty one."""
     import pandas
 
     divided = {name: value for name, value in args.items() if name not in OF_CELLS}
@@ -523,7 +516,7 @@ def _check_by_pandas(one: CsvFile, args: Mapping[str, Any]) -> None:
         divided["names"] = divided.pop("column_names")
     cells = {"dtype": str, "keep_default_na": False, "na_values": [], "index_col": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pandas.errors.ParserWarning)  # of longer rows, which is raised as rows are read
+        warnings.simplefilter("ignore", pandas.errors.ParserWarning)  # longer rows raise an error when they are read
         table = pandas.read_csv(
             one.file, **divided | cells | {"engine": "python", "compression": COMPRESSIONS[one.packing]}
         )
@@ -538,7 +531,7 @@ def _check_by_pandas(one: CsvFile, args: Mapping[str, Any]) -> None:
 
 
 def _line_of(one: CsvFile, encoding: str) -> int:
-    """The first line that is not of this encoding: text is decoded by more than a line."""
+    """The number of the first line that is not in this encoding; the decoder, which reads blocks, does not tell it."""
     with opened(one.file, one.packing) as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -585,7 +578,7 @@ def _shown(record: Sequence[str]) -> str:
 
 @contextmanager
 def _any_size() -> Iterator[None]:
-    """Inside this block a field may have any number of characters; csv has one limit for the whole process."""
+    """A context in which a field may have any number of characters; csv has one limit for the whole process."""
     before = csv.field_size_limit(sys.maxsize)
     try:
         yield

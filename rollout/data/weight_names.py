@@ -1,9 +1,9 @@
-"""Whether the tensors of a model's files are those of its config.json. What the files lack would be random numbers, and
-what the model has no place for would be left out, without a word of the libraries that load them.
+"""Checks that the tensors of a model's files are those of its config.json, before a run. Libraries that load a model
+silently make missing tensors random, and leave out tensors for which the model has no place.
 
-Two judges. Of the architectures whose layers are known here (cluster.memory.shape) names and shapes follow from
-config.json, in a millisecond and without torch. Of all others transformers itself is asked: it loads tensors without
-content (torch's meta device) into a model without content, and knows which names it reads as which.
+For architectures in cluster.memory.shape, names and shapes follow from config.json, in a millisecond and without torch.
+For all others transformers is asked: it loads tensors without content (torch's meta device) into a model without
+content, and knows which names in files mean which of its own.
 """
 
 import logging
@@ -33,23 +33,23 @@ Sizes = Mapping[str, tuple[int, ...]]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "base_model.model.score.weight"  # [1, H], in the file of an adapter with a scalar head
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Settings without which the default of transformers' class counts, which is another one in each.
+# Settings that config.json must have for a check here, since transformers' classes differ in the defaults.
 EXPLICIT = {"llama": ()} | dict.fromkeys(["mistral", "qwen2"], ("num_key_value_heads",))
 HEAD_DIM_TOO = ("num_key_value_heads", "head_dim")
-WITHOUT_BIAS = ("mistral", "qwen2")  # whose classes do not read attention_bias
-# Tensors of older versions of transformers that were computed, not trained; each checkpoint of then still has them.
+WITHOUT_BIAS = ("mistral", "qwen2")  # model types whose classes do not read attention_bias
+# Tensors that older versions of transformers computed and saved, so that old checkpoints still have them.
 ROTATIONS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)rotary_emb\.original_inv_freq$")
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")  # [1, 1, L, L] or a number
-HALF = re.compile(r"(.*\.lora_(?:embedding_)?)([AB])(|\.weight)")  # of a pair of matrices
+HALF = re.compile(r"(.*\.lora_(?:embedding_)?)([AB])(|\.weight)")  # A or B of a LoRA pair
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # of several tokens at once (multi-token prediction)
+PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # layers for multi-token prediction
 
 
 def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> dict[str, Stored] | None:
-    """Every tensor of a model's files, once these are whole, are those of its config.json as far as that is known here,
-    and hold finite numbers alone; None for a hub model of whose weights this machine's cache knows nothing.
+    """Returns a model's tensors by name, after all checks; None for a hub model whose weights are not in the cache.
 
-    Raises WrongInput with a line for each thing that is wrong; they name `key` and the tensors.
+    Checked are the files themselves, that all numbers are finite (if `finite`), and for known architectures names and
+    shapes. Raises WrongInput with a line for each error, which names `key` and the tensors.
     """
     stored = model_weights(path, key)
     if stored is None:
@@ -69,9 +69,12 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
 
 
 def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes | None) -> None:
-    """An adapter's file: whole, of finite numbers alone, and of the layers that its adapter_config.json (`content`)
-    names, where the base's are known (`sizes_of`); else of pairs of the rank that it names. Raises WrongInput with a
-    line for each thing that is wrong."""
+    """Raises WrongInput, with a line for each error, if an adapter's file is damaged, holds numbers that are not
+    finite, or does not fit its adapter_config.json.
+
+    content: the adapter_config.json. base: sizes_of the base model, to which weights are compared; None: only pairs and
+    ranks are checked.
+    """
     stored = adapter_weights(folder, key)
     wanted = None if base is None else _adapted(content, base)
     if wanted is None:
@@ -89,8 +92,7 @@ def check_adapter(folder: str, key: str, content: Mapping[str, Any], base: Sizes
 
 
 def _adapted(content: Mapping[str, Any], base: Sizes) -> dict[str, tuple[int, ...]] | None:
-    """PEFT's name and the shape of each weight of a plain LoRA adapter; None where it adapts other layers than those of
-    LINEAR."""
+    """The shapes, by PEFT's names, of a plain LoRA adapter's weights; None if it has layers beyond LINEAR."""
     targets, rank = content.get("target_modules"), content.get("r", 8)
     if not isinstance(targets, list) or not isinstance(rank, int):
         return None
@@ -106,7 +108,7 @@ def _adapted(content: Mapping[str, Any], base: Sizes) -> dict[str, tuple[int, ..
 
 
 def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:
-    """What is wrong with an adapter by its own files alone."""
+    """The errors that an adapter's own files show: missing halves of pairs, and wrong ranks."""
     rank, halves = content.get("r", 8), {name: match for name in stored if (match := HALF.fullmatch(name))}
     if type(rank) is not int or rank < 1:
         return [f"{key}: r of {folder} must be a whole number from 1, got {rank!r:.80}; save the adapter again"]
@@ -130,8 +132,10 @@ def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str
 
 
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
-    """Whether an adapter's copy under vLLM's names, where a fused layer is two, is of the same layers. content, copied:
-    the adapter_config.json of both. Raises WrongInput."""
+    """Raises WrongInput if an adapter's copy under vLLM's names, in which a fused layer is two, has other layers.
+
+    content, copied: the adapter_config.json of the adapter and of its copy.
+    """
     stored = adapter_weights(copy, key)
     here, there = ({str(name).rpartition(".")[2] for name in one["target_modules"]} for one in (content, copied))
     wanted: dict[str, tuple[int, ...]] = {}
@@ -149,7 +153,7 @@ def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], cop
 
 
 def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:
-    """What of an adapter is not the weights `wanted`."""
+    """One sentence for each way in which an adapter's weights differ from `wanted`."""
     missing, strange = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     found = [
         f"{key}: {folder} {what}: {len(names)}, first {names[0]}; give an adapter of this model"
@@ -167,8 +171,8 @@ def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folde
 
 
 def check_fit(path: str, key: str = "model.path") -> bool:
-    """Whether the files could be looked at, in a process that has torch. Raises WrongInput: their tensors are not
-    those of config.json."""
+    """Checks a model's tensors against its config.json, in a process that may import torch. False if its files are not
+    on this machine. Raises WrongInput if the tensors differ."""
     stored = model_weights(path, key)
     if stored is None:
         return False
@@ -181,8 +185,8 @@ def check_fit(path: str, key: str = "model.path") -> bool:
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
-    """Name and shape of every tensor of a model with this config.json, as transformers and vLLM name them; a head that
-    is the input embedding, too, once. None where they are not known here."""
+    """The shapes of all tensors of a model with this config.json, by the names of transformers and vLLM. A head that is
+    tied to the input embedding is left out. None if the architecture is not known here."""
     kind = config.get("model_type")
     try:
         shape = Shape.from_config(config)
@@ -220,7 +224,7 @@ def _layer(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 def misfits(path: str, key: str, stored: Mapping[str, Stored], sizes: Sizes) -> list[str]:
     """One sentence for each way in which the tensors are not those of `sizes`."""
-    if EMBEDDING not in stored and EMBEDDING.removeprefix("model.") in stored:  # saved without its head
+    if EMBEDDING not in stored and EMBEDDING.removeprefix("model.") in stored:  # the model was saved without its head
         stored = {name if name == HEAD else f"model.{name}": one for name, one in stored.items()}
     others = {HEAD: sizes[EMBEDDING]} if HEAD not in sizes and HEAD in stored else {}
     wanted = {**sizes, **others}
@@ -233,20 +237,20 @@ def misfits(path: str, key: str, stored: Mapping[str, Stored], sizes: Sizes) -> 
 
 
 def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: Any = None) -> list[str]:
-    """Likewise, as transformers says. lm: the causal language model of the config, without content, where there is one
-    already.
+    """One sentence for each way in which the tensors are not those of transformers' model.
 
-    Raises whatever transformers raises of a config.json that does not hold together.
+    lm: the causal language model of config.json without content, if it exists already; None: it is built. Raises
+    whatever transformers raises for a wrong config.json.
     """
-    import torch  # here: the driver's process has neither
+    import torch  # imported here, since the driver's process imports neither torch nor transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     lost, surplus = _other_experts(stored, read_json(path, CONFIG))
-    if lost or surplus:  # of which transformers says no name
+    if lost or surplus:  # transformers would not name these tensors
         return sentences(path, key, lost, surplus, {}, stored)
     name, revision = split(path)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
+    auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations
     with torch.device("meta"):
         lm = auto.from_config(config, trust_remote_code=False) if lm is None else lm
     content = {name: torch.empty(one.shape, device="meta", dtype=_type(one)) for name, one in stored.items()}
@@ -264,11 +268,11 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
 
 @contextmanager
 def without_table(*, progress: bool = True) -> Iterator[None]:
-    """Inside this block transformers prints no table of what it misses as it loads a model: that is told in a sentence.
-    progress: whether it may show how far it is."""
+    """A context in which transformers prints no table of missing tensors when it loads a model, since gleaner reports
+    them in a sentence. progress: whether transformers may show a progress bar."""
     from transformers.utils import logging as of_transformers
 
-    said: Any = of_transformers  # its functions carry no annotations
+    said: Any = of_transformers  # the module's functions carry no annotations
     hides = not progress and said.is_progress_bar_enabled()
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_no_table)
@@ -287,8 +291,7 @@ def _no_table(record: logging.LogRecord) -> bool:
 
 
 def _other_experts(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """Tensors of single experts that are not there, and those beyond the number of experts, of files that hold the
-    experts one by one."""
+    """Returns (missing tensors of experts, tensors of surplus experts), for files that hold each expert by itself."""
     text = text_of(config)
     count = max((number for name in EXPERTS if isinstance(number := text.get(name), int)), default=0)
     found = [match for name in stored if (match := EXPERT.fullmatch(name)) and count > 0]
@@ -297,9 +300,9 @@ def _other_experts(stored: Iterable[str], config: Mapping[str, Any]) -> tuple[se
 
 
 def loading_misfits(path: str, key: str, found: Mapping[str, Any], stored: Mapping[str, Stored] | None) -> list[str]:
-    """One sentence for each thing that transformers tells of a model that it has loaded (output_loading_info).
+    """One sentence for each error in output_loading_info (`found`), which transformers gives when it loads a model.
 
-    stored: the files' tensors, where they are known.
+    stored: the files' tensors, if they are known.
     """
     shapes = {name: (tuple(wanted), tuple(got)) for name, got, wanted in found["mismatched_keys"]}
     return sentences(path, key, found["missing_keys"], found["unexpected_keys"], shapes, stored or {})
@@ -319,7 +322,7 @@ def sentences(
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     stored: Mapping[str, Stored],
 ) -> list[str]:
-    """What a user is told. shapes: of a tensor the one that it must have, and the one that it has."""
+    """The error messages for wrong tensors. shapes: name -> (the shape that the tensor must have, its own shape)."""
     found, strange = [], sorted(name for name in unexpected if not _computed(name, stored.get(name)))
     if missing:
         lacking = sorted(missing, key=_in_order)
@@ -345,19 +348,19 @@ def sentences(
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+    """A sort key for names by which layer 2 comes before layer 10."""
     return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
 
 
 def _computed(name: str, one: Stored | None) -> bool:
-    """Whether a tensor that a model has no place for takes nothing from it."""
+    """Whether a tensor for which the model has no place may be left out without harm."""
     mask = MASKS.search(name) is not None and (one is None or len(one.shape) in (0, 4))
     return mask or ROTATIONS.search(name) is not None or PREDICTORS.search(name) is not None
 
 
 def _untied(path: str, key: str, stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Iterator[str]:
-    """A head that is said to be the input embedding, and is stored beside it as another matrix: transformers would take
-    it, vLLM would not."""
+    """An error message if the head is tied by config.json, but the files hold another matrix for it: transformers would
+    use that matrix, vLLM would not."""
     sizes = sizes_of(config)
     if sizes is None or HEAD in sizes or HEAD not in stored or EMBEDDING not in stored:
         return
@@ -366,7 +369,7 @@ def _untied(path: str, key: str, stored: Mapping[str, Stored], config: Mapping[s
 
 
 def two_heads(path: str, key: str) -> str:
-    """What a user is told of a model whose config.json says that it has one matrix, and whose files hold two."""
+    """The error message for a model whose head is tied by config.json, and whose files hold two different matrices."""
     return (
         f"{key}: config.json of {path} says that the output embedding is the input embedding (tie_word_embeddings), "
         "and the files hold two different ones; set tie_word_embeddings to false there, or take one of them away"

@@ -1,1 +1,1 @@
-"""Multi-turn rollouts: environments and tools that answer what the policy samples."""
+"""Multi-turn rollouts: plays trajectories in which environments and tools answer what the policy samples."""

@@ -1,8 +1,8 @@
-"""What runs in an environment's process: it loads the one environment that `env.use` names, and answers for it over a
-socket until that closes.
+"""Runs in an environment's process: makes the one environment or program that `env.use` names, and serves its methods
+over a socket until the socket closes. rollout.env.process is the other side, in the generator.
 
-Requests come pickled, answers go back as JSON: what a user's code returns is never unpickled elsewhere. Each is
-preceded by its length in 8 bytes.
+Requests arrive pickled, answers are sent as JSON, so that no value of a user's code is unpickled in another process.
+Each message is preceded by its length in 8 bytes.
 """
 
 import asyncio
@@ -45,13 +45,12 @@ from rollout.env.protocol import (
 )
 from rollout.schema import Problem
 
-# `env.use` -> an environment. Runs in the environment's process, never in the driver or the generator's.
+# The environment's answers: checked here, converted to JSON, and back in the generator.
 
-# An environment's answers on their way from its process: checked there, plain JSON between.
-
-OBSERVED = ("tool", "user")  # roles that may answer a turn
+OBSERVED = ("tool", "user")  # roles of messages that may answer a turn
 COUNTED = ENV_COUNTS | {"accuracy", "failed", "unscored"}
-"""What the driver counts itself as env/<name> or eval/<name>; besides these outcome_<...>."""
+"""Metrics env/<name> and eval/<name> that the driver itself counts, as it does outcome_<...>; environments must not use
+these names."""
 
 
 class BadAnswer(ValueError):
@@ -60,7 +59,7 @@ class BadAnswer(ValueError):
 
 
 def start_to_json(start: Any) -> dict[str, Any]:
-    """Raises BadAnswer unless it is a whole rollout.env.protocol.Start, or a program's question."""
+    """What reset returned, as JSON values. Raises BadAnswer unless it is a valid Start, or a program's Asked."""
     if isinstance(start, Asked):
         return _asked_to_json(start)
     if not isinstance(start, Start):
@@ -75,8 +74,8 @@ def start_to_json(start: Any) -> dict[str, Any]:
 
 
 def step_to_json(step: Any) -> dict[str, Any]:
-    """Raises BadAnswer unless it is a whole rollout.env.protocol.Step that the policy can go on from, or is done; or a
-    program's question."""
+    """What step returned, as JSON values. Raises BadAnswer unless it is a program's Asked, or a valid Step that is done
+    or has messages for the policy."""
     if isinstance(step, Asked):
         return _asked_to_json(step)
     if not isinstance(step, Step):
@@ -92,7 +91,7 @@ def step_to_json(step: Any) -> dict[str, Any]:
 
 
 def encoded(method: str, value: Any) -> bytes:
-    """An answer in JSON. Raises BadAnswer for what JSON cannot hold."""
+    """An answer encoded as JSON. Raises BadAnswer if JSON cannot hold it."""
     if too_deep(value):
         raise BadAnswer(f"{method}: must answer with values that are nested at most {DEEPEST} deep")
     try:
@@ -116,14 +115,14 @@ def step_from_json(answer: dict[str, Any]) -> Step | Asked:
 
 
 def parts(values: Any) -> dict[str, float]:
-    """Parts of a reward by name. Raises BadAnswer for anything else."""
+    """What score returned, as name -> part of the reward. Raises BadAnswer for other values or a name that is taken."""
     if taken := (TAKEN | {TURNS}) & set(found := _numbers("score", values)):
         raise BadAnswer(f"score: a reward is named {', '.join(sorted(taken))} already; give another name")
     return found
 
 
 def _metrics(values: Any) -> dict[str, float]:
-    """Raises BadAnswer unless they are numbers under names that the driver has not taken."""
+    """A step's metrics. Raises BadAnswer unless they are numbers with names that the driver does not use."""
     found = _numbers("step", values)
     if taken := sorted(name for name in found if name in COUNTED or name.startswith("outcome_")):
         raise BadAnswer(f"step: a metric is named {', '.join(taken)} already; give another name")
@@ -178,21 +177,24 @@ def _is_tool(tool: Any) -> bool:
     )
 
 
-# A program in its process, served like an environment: question, answer, next question.
+# A program is served with the methods of an environment: each step answers one of its requests.
 
 
 class Driven:
-    """A program as its process serves it: each answer to it leads to its next question, or to its end."""
+    """A program as a Hosted: reset returns its first request, step answers a request and returns the next, or the end.
+
+    It is also the Model that the program asks.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._task: asyncio.Task[Mapping[str, float]] | None = None
         self._questions: asyncio.Queue[Asked] = asyncio.Queue()
         self._answers: asyncio.Queue[Sampled | NoMore] = asyncio.Queue()
-        self._turn = asyncio.Lock()  # questions that come together are answered one after the other
+        self._turn = asyncio.Lock()  # concurrent requests are answered one after the other
 
     async def reset(self, problem: Problem, seed: int) -> Asked:
-        """The first question. Raises BadAnswer if there is none, and what the program raises."""
+        """Starts the program; returns its first request. Raises BadAnswer if it makes none, and what it raises."""
         self._task = asyncio.create_task(_run(self._program, problem, seed, self))
         first = await self._next()
         if isinstance(first, Step):
@@ -200,12 +202,12 @@ class Driven:
         return first
 
     async def step(self, answer: Sampled | NoMore) -> Asked | Step:
-        """Answers the last question -> the next one, or that the program has ended."""
+        """Answers the last request; returns the next one, or a Step that is done if the program has ended."""
         self._answers.put_nowait(answer)
         return await self._next()
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
-        """For the program: see Model."""
+        """Called by the program: see Model.generate."""
         async with self._turn:
             self._questions.put_nowait(Asked(tuple(token_ids), max_tokens))
             answer = await self._answers.get()
@@ -214,12 +216,12 @@ class Driven:
         return answer
 
     async def score(self) -> Mapping[str, float]:
-        """What the program returned."""
+        """The parts of the reward that the program returned."""
         assert self._task is not None
         return await self._task
 
     async def close(self) -> None:
-        """Ends the program where it is."""
+        """Cancels the program."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -231,7 +233,7 @@ class Driven:
         if question.done():
             return question.result()
         question.cancel()
-        await self._task  # raises what it raised
+        await self._task  # raises the program's exception, if it ended by one
         return Step(done=True)
 
 
@@ -241,7 +243,7 @@ async def _run(program: Program, problem: Problem, seed: int, model: Model) -> M
         if not isinstance(running, Awaitable):
             raise BadAnswer("run: must be `async def`, since it waits for the policy")
         return await running
-    except OutOfBudget:  # an end as others are: rollout.env.play knows of which kind
+    except OutOfBudget:  # this is no fault: rollout.env.play has recorded which limit was reached
         return {}
 
 
@@ -255,20 +257,20 @@ BUILT_INS = {
     "trl_rollout_func": "rollout.env.adapters.trl:TrlRolloutFunc",
     "verifiers": "rollout.env.adapters.verifiers:Verifiers",
 }
-NAMES = {  # arguments that name code of the user's
+NAMES = {  # `env.use` -> arguments that name a user's code
     "openenv": ("action", "observe"),
     "skyrl_gym": ("env",),
     "tools": ("functions",),
     "trl_environment": ("factory", "rewards"),
     "trl_rollout_func": ("function", "rewards"),
 }
-PATHS = {"verifiers": ("python", "model")}  # arguments that are paths
+PATHS = {"verifiers": ("python", "model")}  # `env.use` -> arguments that are paths
 METHODS = ("reset", "step", "score", "close")
 
 
 def code_of(use: str | None, args: Mapping[str, Any]) -> list[str]:
-    """What names the code of an environment as `package.module:name` or `path/file.py:name`: the environment, and what
-    it is told to use."""
+    """The names of the environment's code and of the code that its arguments name, each as `package.module:name` or
+    `path/file.py:name`."""
     if use is None:
         return []
     given = [args.get(name) for name in NAMES.get(use, ())]
@@ -283,7 +285,7 @@ def _each(given: Any) -> list[Any]:
 
 
 def found(use: str) -> Any:
-    """The class or function that `use` names. Raises WrongInput with one sentence."""
+    """The class or function that `use` names. Raises WrongInput if there is none."""
     if use in BUILT_INS:
         module, _, name = BUILT_INS[use].partition(":")
         return getattr(import_module(module), name)
@@ -293,13 +295,13 @@ def found(use: str) -> Any:
 
 
 def make(use: str, args: Mapping[str, Any]) -> Hosted:
-    """One trajectory's environment or program. Raises WrongInput if `use` is not found, BadAnswer if it makes
-    neither, and what it raises itself."""
+    """Makes the environment or program of one trajectory. Raises WrongInput if `use` is not found, BadAnswer if it
+    does not take the arguments or makes neither, and what it raises itself."""
     factory = found(use)
     try:
         env = factory(**args)
     except TypeError as error:
-        if _takes(factory, args):  # it is an error inside of it
+        if _takes(factory, args):  # the arguments fit, so the error comes from the user's code
             raise
         told = _misfit(factory, args) or f"must take {', '.join(args) or 'no arguments'}: {said(error)}"
         raise BadAnswer(f"env.args: {use} {told}") from error
@@ -317,13 +319,13 @@ def make(use: str, args: Mapping[str, Any]) -> Hosted:
 def _takes(factory: Any, args: Mapping[str, Any]) -> bool:
     try:
         inspect.signature(factory).bind(**args)
-    except (TypeError, ValueError):  # ValueError: nothing is known of what it takes
+    except (TypeError, ValueError):  # ValueError: the signature is not known
         return False
     return True
 
 
 def _misfit(factory: Any, args: Mapping[str, Any]) -> str:
-    """Which arguments are missing, or too many; '' if that is not known."""
+    """A clause that says which arguments are missing or unknown; "" if that cannot be told."""
     try:
         has = inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -337,13 +339,16 @@ def _misfit(factory: Any, args: Mapping[str, Any]) -> str:
 
 
 LENGTH = 8  # bytes before each message
-MOST_BYTES = 2**20  # of an answer in words; a longer one is a flood
-MOST_IDS_BYTES = 16 * 2**20  # of a program's question, which holds all token ids so far
+MOST_BYTES = 2**20  # greatest size of an answer; a longer one is the fault `flood`
+MOST_IDS_BYTES = 16 * 2**20  # greatest size of a program's request, which holds all token ids so far
 
 
 class Spec(NamedTuple):
-    """What a process needs to make its environment. variables: names and values that only it may see. seconds: to load
-    its code."""
+    """The settings from which a process makes its environment.
+
+    use, args: env.use and env.args. variables: environment variables that no other process may see. memory: most bytes
+    that the process may hold. seconds: time for loading the code.
+    """
 
     use: str
     args: Mapping[str, Any]
@@ -353,29 +358,34 @@ class Spec(NamedTuple):
 
 
 def host(end: socket.socket, spec: Spec, folder: str) -> None:
-    """Makes the environment and serves it until the socket ends, and the process with it. folder: for temporary files,
-    which whoever ends the process removes."""
+    """The main function of an environment's process: serves the environment until the socket closes.
+
+    folder: for temporary files; it is removed by whoever ends the process.
+    """
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
     _leave_the_server_to_its_owner()
     _part_from_the_others()
     keep_from_children(end.fileno())
-    confine(spec.memory, os.getppid())  # if that has ended before, the socket's other end is closed
-    with lent(spec.variables), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # who asks has gone
+    confine(spec.memory, os.getppid())  # if the parent has ended already, the socket's other end is closed
+    with lent(spec.variables), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # the socket closed
         asyncio.run(_serve(end, spec))
-    os._exit(0)  # not held up by threads that an environment has left behind
+    os._exit(0)  # does not wait for threads that the environment has left behind
 
 
 def _leave_the_server_to_its_owner() -> None:
-    """The server that we were forked from lives as long as the pipe to its owner, the generator, is held by anyone, and
-    every child is given an end of it: a hanging environment would outlive a killed generator. Without our end the
-    server ends with its owner, and the kernel ends us with the server (rewards.slot.confine)."""
+    """Closes this process's end of the pipe that keeps the fork server alive.
+
+    The server lives as long as any process holds the pipe to its owner, the generator, and each forked process inherits
+    an end: a hanging environment would outlive a killed generator. With this end closed the server ends with its owner,
+    and the kernel ends this process with the server (rewards.slot.confine).
+    """
     server: Any = forkserver._forkserver
     os.close(server._forkserver_alive_fd)
 
 
 def _part_from_the_others() -> None:
-    """Python gives a forked process random numbers of its own, numpy does not. What is printed is seen at once: at the
-    end the process is killed."""
+    """Gives this process its own random numbers of numpy, which unlike Python's are the same in all forked processes.
+    Also has each printed line written at once, since the process is killed at its end."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if isinstance(sys.stdout, TextIOWrapper):
@@ -383,21 +393,21 @@ def _part_from_the_others() -> None:
 
 
 async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
-    """Raises IncompleteReadError or ConnectionError when who asks has gone."""
+    """Answers requests until the other end of the socket closes; then raises IncompleteReadError or ConnectionError."""
     reader, writer = await asyncio.open_connection(sock=end)
     env: Hosted | None = None
     while True:
         method, *arguments = pickle.loads(await read(reader))
         try:
-            if env is None:  # not: if it is false, as one whose length is 0
+            if env is None:  # an environment may itself be false, for example with length 0
                 env = make(spec.use, spec.args)
             value = await _METHODS[method](env, *arguments)
             answer = _bounded(method, encoded(method, value), isinstance(value, dict) and "token_ids" in value)
         except BadAnswer as error:
             answer = _fault("bad_observation", str(error))
-        except WrongInput as error:  # our own sentence, complete as it is
+        except WrongInput as error:  # the message comes from gleaner and is complete
             answer = _fault("env_error", str(error))
-        except BaseException as error:  # sys.exit() in an environment is its fault, not the process's end
+        except BaseException as error:  # also SystemExit: sys.exit() in an environment must not end the process
             answer = _fault("env_error", f"{method}: {described(error, OF_ENVIRONMENTS, caller=__file__)}")
         write(writer, answer)
         await writer.drain()
@@ -415,7 +425,7 @@ def _fault(outcome: str, sentence: str) -> bytes:
 
 
 async def _answer(value: Any) -> Any:
-    """Of a method that may be plain: nobody else waits in this process."""
+    """The result of a method that may be plain or async. A plain one may block, since nothing else runs here."""
     return await value if isinstance(value, Awaitable) else value
 
 
@@ -441,7 +451,7 @@ _METHODS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 async def read(reader: asyncio.StreamReader) -> bytes:
-    """The next message. Raises IncompleteReadError when the other end is gone."""
+    """The next message. Raises IncompleteReadError when the other end has closed."""
     length = int.from_bytes(await reader.readexactly(LENGTH))
     return await reader.readexactly(length)
 

@@ -1,5 +1,8 @@
-"""One trajectory from its start to its end, whatever the environment does: turns are sampled and answered, and its
-tokens are kept as they were sampled."""
+"""Plays one trajectory: the policy samples a turn, the environment answers, until one side ends it.
+
+Sampled tokens are kept as they were sampled, never tokenised again. Whatever the environment does wrong becomes the
+trajectory's outcome. Player plays environments, Drive plays programs, ChatDialogue writes and reads the model's format.
+"""
 
 import time
 from collections import Counter
@@ -29,15 +32,15 @@ from rollout.env.tools.parser import choose
 from rollout.schema import Problem
 from rollout.types import Completion
 
-# One trajectory as it grows: what the policy sampled and what it was answered, token by token.
+# The record of a trajectory, which grows with each turn.
 
 FAULTS = ("env_error", "env_timeout", "env_killed", "flood", "bad_observation", "branched")
-"""Outcomes that are the environment's fault: the trajectory has no reward and is trained on nowhere. `branched`: a
-program's prompt does not extend what was asked and sampled before, so that no one row holds all of it."""
-FAULT = "environment"  # reward_status of a trajectory that ended so
+"""Outcomes that are the environment's fault: the trajectory gets no reward and is not trained on. `branched` means that
+a program's prompt does not extend what was asked and sampled before, so that a single row cannot hold both."""
+FAULT = "environment"  # reward_status of a trajectory whose outcome is one of FAULTS
 CUT = ("turns", "length", "unclosed")
-"""Outcomes that the environment did not choose: at env.max_turns, at rollout.max_completion_length, or with a turn that
-the chat template cannot go on from. Others are `done`, by the environment's word, and FAULTS."""
+"""Outcomes of trajectories that were cut off: at env.max_turns, at rollout.max_completion_length, or behind a turn that
+the chat template cannot continue. A trajectory that the environment ended has the outcome `done`."""
 
 TURNS = "env"  # the part of the reward that is the sum of the turns' rewards
 
@@ -48,7 +51,7 @@ class EnvironmentFault(Exception):
 
     Args:
         outcome: one of FAULTS.
-        sentence: what happened, for people.
+        sentence: what happened, as a sentence for the log.
     """
 
     def __init__(self, outcome: str, sentence: str) -> None:
@@ -58,7 +61,7 @@ class EnvironmentFault(Exception):
 
 @dataclass(slots=True)
 class Played:
-    """One turn of the policy: tokens [start, stop) of what follows the prompt of its row."""
+    """One turn of the policy. start, stop: its tokens are [start, stop) of those behind the prompt of its row."""
 
     start: int
     stop: int
@@ -69,17 +72,17 @@ class Played:
     malformed: int = 0
 
     def as_row(self) -> dict[str, float | int | None]:
-        """The struct of rollout.schema."""
+        """The turn as rollout.schema.TURN."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True)
 class Row:
-    """A prompt and what follows it, in one piece. Letters: T tokens so far.
+    """A prompt and the T tokens that follow it so far: one row of rollout.schema.
 
     Attributes:
-        ids, logprobs, versions, mask: [T]; of an observation the logprob is 0, the version that of the turn before, the
-            mask false.
+        ids, logprobs, versions, mask: [T]. A token of an observation has logprob 0, the policy version of the token
+            before it, and mask false.
     """
 
     prompt_ids: tuple[int, ...]
@@ -91,11 +94,11 @@ class Row:
 
     @property
     def so_far(self) -> tuple[int, ...]:
-        """All of it."""
+        """The ids of the prompt and of all that follows it."""
         return (*self.prompt_ids, *self.ids)
 
     def sampled(self, completion: Completion, generate_ms: float) -> None:
-        """The policy's next turn."""
+        """Appends the policy's next turn."""
         start = len(self.ids)
         self.ids += completion.token_ids.tolist()
         self.logprobs += completion.logprobs.tolist()
@@ -104,7 +107,7 @@ class Row:
         self.turns.append(Played(start, len(self.ids), generate_ms))
 
     def read(self, ids: Sequence[int], version: int) -> None:
-        """Tokens that the policy did not sample."""
+        """Appends tokens that the policy did not sample."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.versions += [version] * len(ids)
@@ -113,17 +116,18 @@ class Row:
 
 @dataclass(slots=True)
 class Trajectory:
-    """What one environment and the policy make of a problem.
+    """The trajectory that the policy and one environment make of a problem.
 
     Attributes:
-        rows: one; with env.history "template" another one where the chat template has rewritten what came before.
-        state: see rollout.env.protocol.Start. began: whether the environment was reset; before that the prompt is the
-            problem's own. opening: the messages that it began with.
-        messages: the conversation after the prompt, as reward functions are given it. written: the same as the chat
-            template is given it, where it is rendered anew.
-        parts: rewards by name, from score(); the sum of the turns' rewards as "env".
-        outcome: `done`, or one of CUT or FAULTS, once it is over; `fault` says in a sentence what went wrong with the
-            environment.
+        rows: one row; with env.history "template" one more wherever the chat template has rewritten what came before.
+        state: see rollout.env.protocol.Start.
+        began: whether the environment was reset; before that the prompt is the problem's own.
+        opening: the messages that the trajectory began with.
+        messages: the conversation after the prompt, as reward functions are given it.
+        written: the conversation after the prompt as the chat template is given it, with env.history "template".
+        parts: name -> part of the reward: what score() gave, and the sum of the turns' rewards as "env".
+        outcome: `done`, or one of CUT or FAULTS; "" while the trajectory goes on.
+        fault: a sentence that says what was wrong with the environment.
     """
 
     rows: list[Row]
@@ -139,43 +143,46 @@ class Trajectory:
 
     @property
     def row(self) -> Row:
-        """The one that is being written."""
+        """The newest row, to which tokens are appended."""
         return self.rows[-1]
 
     @property
     def turns(self) -> list[Played]:
-        """Of all rows."""
+        """The turns of all rows."""
         return [turn for row in self.rows for turn in row.turns]
 
     @property
     def faulted(self) -> bool:
-        """Whether it ended by a fault of its environment."""
+        """Whether the trajectory ended by a fault of its environment."""
         return self.outcome in FAULTS
 
     def begin(self, start: Start, prompt_ids: tuple[int, ...]) -> None:
-        """Once the environment was reset."""
+        """Records how the environment began, after its reset."""
         self.began, self.state, self.rows = True, start.state, [Row(prompt_ids)]
         self.opening = start.messages
 
     def spoke(self, turn: Turn) -> None:
-        """What the newest turn says, once it has been read."""
+        """Records the text and the tool calls of the newest turn."""
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
         self.messages.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
         self.row.turns[-1].calls, self.row.turns[-1].malformed = len(turn.calls), len(turn.malformed)
 
     def answered(self, step: Step, env_ms: float) -> None:
-        """The environment's answer to it, before it is known whether there is room for it."""
+        """Records reward, time and metrics of the environment's answer to the newest turn, but not its messages."""
         self.row.turns[-1].env_ms, self.row.turns[-1].reward = env_ms, step.reward
         self.metrics.update(step.metrics)
 
     def observed(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
-        """The answer as the policy sees it, behind what was sampled."""
+        """Appends the messages of an answer, and their tokens behind what was sampled."""
         self.messages += messages
         self.row.read(ids, self.row.versions[-1])
 
     def rewritten(self, messages: Sequence[Message], prompt: Sequence[int]) -> None:
-        """The answer in a conversation that was rendered anew and does not begin with what was sampled: another row,
-        whose prompt is as much of the first row's as it still begins with, and one token where that is nothing."""
+        """Begins another row, since rendering the conversation with this answer gave other ids than those so far.
+
+        prompt: all ids of the rendered conversation. The new row's prompt is the beginning that they have in common
+        with the first row's prompt, and at least one token.
+        """
         self.messages += messages
         first, version = self.rows[0].prompt_ids, self.row.versions[-1]
         same = next((i for i, (a, b) in enumerate(zip(first, prompt, strict=False)) if a != b), len(first))
@@ -184,29 +191,29 @@ class Trajectory:
         self.row.read(prompt[size:], version)
 
     def scored(self, parts: Mapping[str, float]) -> None:
-        """The final parts of the reward; turn rewards are one, if there is any."""
+        """Records the parts of the reward: `parts`, and the sum of the turns' rewards if there are any."""
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
         self.parts = ({TURNS: float(sum(rewards))} if rewards else {}) | dict(parts)
 
 
-# How an answer gets into a conversation: behind what was sampled, or in a conversation that is rendered anew.
+# Two ways to add an answer to a trajectory: append it to the sampled tokens, or render the conversation anew.
 
 
 class Writing(Protocol):
-    """How a conversation is written as tokens (ChatDialogue)."""
+    """Writes a conversation as tokens. ChatDialogue implements it."""
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
         """The prompt [P]: the messages, and the opening of the policy's turn."""
         ...
 
     def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
-        """The tokens that follow a sampled turn which these messages answer, up to the opening of the next turn; None
-        if the template cannot go on from the turn's last token."""
+        """The tokens that follow a sampled turn: the messages that answer it, and the opening of the next turn. None if
+        the chat template cannot continue behind the turn's last token."""
         ...
 
     def may_fit(self, messages: Sequence[Message], tokens: int) -> bool:
-        """False if messages certainly have more tokens, found without making tokens of them: that of a megabyte takes
-        seconds, in which every other trajectory waits."""
+        """False if the messages certainly have more than `tokens` tokens. They are not tokenised for this, since a
+        megabyte takes seconds, in which all other trajectories wait."""
         ...
 
     def past(self, turn: Turn) -> Message:
@@ -215,12 +222,12 @@ class Writing(Protocol):
 
 
 Answer = Callable[[Trajectory, Turn, Sequence[Message], Start], str]
-"""Adds the messages that answer a turn -> the outcome if the trajectory cannot go on with them, else "". The start's
-messages are those that the trajectory began with."""
+"""Adds the messages that answer a turn to the trajectory. Returns the outcome if the trajectory cannot go on with them,
+else "". Start holds the messages that the trajectory began with."""
 
 
 class Append:
-    """env.history "append": the answer is all that is written. tokens: most of what follows the prompt."""
+    """env.history "append": only the answer is written, behind the sampled tokens. tokens: most behind the prompt."""
 
     def __init__(self, writing: Writing, tokens: int) -> None:
         self._writing, self._tokens = writing, tokens
@@ -238,11 +245,11 @@ class Append:
 
 
 class Render:
-    """env.history "template": the whole conversation is rendered as the chat template has it.
+    """env.history "template": the chat template renders the whole conversation after each answer.
 
-    Where that begins with what was asked and sampled so far, the rest is appended. Where the template writes the past
-    differently (it leaves out thinking, say), the conversation goes on in another row, in which only what is sampled
-    from then on is learned; what was sampled before is learned in its own row, as it was sampled.
+    If the result begins with the tokens so far, its rest is appended. If the template writes the past differently (for
+    example without thinking), the conversation goes on in another row. Each token is trained on in the row in which it
+    was sampled. tokens: most behind the prompt.
     """
 
     def __init__(self, writing: Writing, tokens: int) -> None:
@@ -264,34 +271,34 @@ class Render:
 
 
 HISTORIES: dict[str, Callable[[Writing, int], Answer]] = {"append": Append, "refuse": Append, "template": Render}
-"""env.history -> how answers are written; "refuse" differs before the run only."""
+"""env.history -> how answers are written. "refuse" differs from "append" only in a check before the run."""
 
 
-# A program's trajectory: each question of it continues what was asked and sampled before, or ends the trajectory.
+# The trajectory of a program: each prompt that it asks with extends what was asked and sampled before.
 
 
 class Reading(Protocol):
-    """How tokens read (ChatDialogue)."""
+    """Reads tokens as turns and messages. ChatDialogue implements it."""
 
     def read(self, token_ids: Sequence[int], tools: Sequence[ToolSpec]) -> Turn:
-        """What the policy sampled."""
+        """The text and the tool calls of a sampled turn."""
         ...
 
     def shown(self, token_ids: Sequence[int]) -> Message:
-        """What a program put between two turns, as a message. Raises EnvironmentFault for what are no tokens."""
+        """The tokens that a program put between two turns, as a message. Raises EnvironmentFault for invalid ids."""
         ...
 
 
 class Policy(Protocol):
-    """The policy, for one trajectory."""
+    """The policy as one trajectory asks it."""
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, turn: int) -> Completion:
-        """The next turn after token_ids (prompt and all that followed)."""
+        """Samples the turn number `turn`, from 0, behind token_ids (the prompt and all that followed)."""
         ...
 
 
 class Drive:
-    """One trajectory of a program. tokens: most that follow the first prompt. turns: of the policy, at most."""
+    """Plays one trajectory of a program. tokens: most behind the first prompt. turns: most turns of the policy."""
 
     def __init__(self, trajectory: Trajectory, model: Policy, dialogue: Reading, tokens: int, turns: int) -> None:
         self._trajectory, self._model, self._dialogue = trajectory, model, dialogue
@@ -299,7 +306,8 @@ class Drive:
         self._cut = ""  # the outcome, if the program was refused a turn
 
     async def play(self, env: Hosted, asked: Asked) -> None:
-        """Answers until the program ends, and sets the outcome. Raises EnvironmentFault where it branches."""
+        """Answers the program's prompts until it ends, and sets the outcome. Raises EnvironmentFault if a prompt does
+        not extend what came before."""
         while True:
             answer = await self._answer(asked)
             begun = time.perf_counter()
@@ -341,19 +349,22 @@ class Drive:
         completion = await self._model.generate(list(asked.token_ids), most, len(trajectory.turns))
         trajectory.row.sampled(completion, (time.perf_counter() - begun) * 1e3)
         trajectory.spoke(self._dialogue.read(completion.token_ids.tolist(), ()))
-        # A turn that the program itself wanted no longer is whole.
+        # A turn is cut off only if the run's limit of tokens ended it, and not the program's own max_tokens.
         self._cut = "length" if completion.finish_reason == "length" and most == room else ""
         return Sampled(completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason)
 
 
 class Dialogue(Writing, Reading, Protocol):
-    """How a conversation is written as tokens, and read (ChatDialogue)."""
+    """Writes and reads a conversation. ChatDialogue implements it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """prompt: most tokens before the first turn. tokens: most of what follows, observations included. seconds: of a
-    trajectory."""
+    """The limits of a trajectory.
+
+    prompt: most tokens before the first turn. tokens: most tokens behind the prompt, observations included. turns: most
+    turns of the policy. seconds: longest duration.
+    """
 
     prompt: int
     tokens: int
@@ -362,16 +373,16 @@ class Limits:
 
 
 class Player:
-    """Plays trajectories within limits, writing them by a dialogue. history: env.history."""
+    """Plays trajectories within limits. history: env.history."""
 
     def __init__(self, dialogue: Dialogue, limits: Limits, history: str = "append") -> None:
         self._dialogue, self._limits = dialogue, limits
         self._answer = HISTORIES[history](dialogue, limits.tokens)
 
     async def play(self, env: Hosted, model: Policy, problem: Problem, seed: int) -> Trajectory:
-        """A whole trajectory. A fault of the environment is its outcome; what the engine raises is passed on.
+        """Plays a whole trajectory. A fault of the environment becomes the outcome; errors of the engine are raised.
 
-        The environment is closed by who made it.
+        The caller, who made the environment, closes it.
         """
         trajectory = Trajectory([Row(problem.prompt_ids)])
         clock = within(self._limits.seconds)
@@ -418,7 +429,7 @@ class Player:
         return start
 
     async def _turn(self, trajectory: Trajectory, env: Hosted, model: Policy, start: Start) -> None:
-        """The policy's next turn and the answer to it; sets the outcome if it is the last."""
+        """Plays the policy's next turn and the environment's answer; sets the outcome if the turn is the last."""
         limits, begun = self._limits, time.perf_counter()
         row, played = trajectory.row, len(trajectory.turns)
         completion = await model.generate(row.so_far, limits.tokens - len(row.ids), played)
@@ -439,8 +450,10 @@ class Player:
 
 
 def opened(start: Start, problem: Problem) -> tuple[Message, ...]:
-    """The messages that a trajectory begins with: the environment's, else the problem's own. In those of the problem
-    special tokens count, as in every prompt of the data."""
+    """The messages that a trajectory begins with: the environment's, or if it gives none the problem's own.
+
+    Special tokens in the text of the problem's messages count as such (OwnText), as in every prompt of the data.
+    """
     own = own_messages(problem)
     return tuple(
         {**message, "content": OwnText(message["content"])} if message in own else message
@@ -452,20 +465,17 @@ def _ms(since: float) -> float:
     return (time.perf_counter() - since) * 1e3
 
 
-# Trajectories in a model's own words: its chat template around what the policy samples, which stays as it is.
-
-
 class ChatDialogue:
-    """A Dialogue.
+    """The Dialogue in the format of a model's chat template.
 
     Args:
-        parser: env.tool_parser, chosen when there are tools for the first time (rollout.env.tools.parser).
-        ends: tokens that end a turn.
+        parser: env.tool_parser; a parser is chosen when there are tools for the first time (rollout.env.tools.parser).
+        ends: ids of the tokens that end a turn.
     """
 
     def __init__(self, chat: Chat, parser: str, ends: Sequence[int]) -> None:
         self._chat, self._ends = chat, frozenset(ends)
-        self._longest = max(map(len, chat.tokenizer.get_vocab()))  # characters that one token stands for, at most
+        self._longest = max(map(len, chat.tokenizer.get_vocab()))  # most characters that one token stands for
         self._parse = cache(lambda: choose(chat, parser).parse)
 
     def open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[int, ...]:
@@ -484,7 +494,7 @@ class ChatDialogue:
     def observe(self, messages: Sequence[Message], turn: Turn, tools: Sequence[ToolSpec]) -> tuple[int, ...] | None:
         last = turn.token_ids[-1]
         try:
-            # A turn that a stop string ended is closed by the template's own ending, which the policy did not sample.
+            # If a stop string ended the turn, the template's own ending follows, which the policy did not sample.
             return self._chat.observe(messages, last if last in self._ends else None, tools)
         except UnclosedTurn:
             return None
@@ -493,7 +503,7 @@ class ChatDialogue:
 
     def past(self, turn: Turn) -> Message:
         ids = turn.token_ids[:-1] if turn.token_ids[-1] in self._ends else turn.token_ids
-        # Calls stay as they were written, with the special tokens that were sampled.
+        # The text keeps tool calls as they were sampled, with their special tokens.
         return {"role": "assistant", "content": OwnText(self._chat.decode(ids, special=True))}
 
     def shown(self, token_ids: Sequence[int]) -> Message:

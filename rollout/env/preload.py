@@ -1,6 +1,7 @@
-"""Loaded once by the server that environments' processes are forked from, so that a new one costs milliseconds.
+"""Loads the environment's code once, in the fork server of rollout.env.process, so that a new process costs
+milliseconds. Importing this module in the server does it.
 
-What goes wrong here is said by the first process that needs it: it loads the same again.
+Errors are ignored here: the first process that needs the code loads it again, and reports them.
 """
 
 import contextlib
@@ -20,18 +21,19 @@ from cluster.machine import MARK, marked, sweep
 from rewards.limits import lent, withhold
 from rollout.env.host import found
 
-# Ends what environments have started when the process that they are forked from is gone, however that came.
+# The sweeper ends all processes that environments have started, once the fork server has ended for any reason.
 #
-# The kernel ends the environments then (rewards.slot.confine), and not what they have started; and no code of the
-# server's own runs where it is killed, as Ray kills what a generator leaves. So it is a process of its own, which waits
-# for that. What it ends is known by a variable that each process hands on to those that it starts. Linux only.
+# When the server ends, the kernel ends the environments (rewards.slot.confine), but not the processes that they have
+# started. The server cannot do it itself, since it may be killed, as Ray kills what a generator leaves. So the sweeper
+# is a process of its own that waits for the server's end. It finds the processes by an environment variable that each
+# process hands on to those it starts. Linux only.
 
 
-PATIENCE_S = 5.0  # for the kernel to end them, and those that they start meanwhile
+PATIENCE_S = 5.0  # seconds in which the kernel ends environments, which may start processes meanwhile
 
 
 def start_sweeper() -> None:
-    """In the server, before anything is forked of it."""
+    """Starts the sweeper. To be called in the server, before anything else is forked from it."""
     server = os.getpid()
     if sys.platform != "linux" or os.fork() > 0:
         return
@@ -43,33 +45,36 @@ def start_sweeper() -> None:
 
 
 def _wait_for_the_end_of(parent: int) -> None:
-    os.setpgrp()  # signals to the generator's group are not for us
+    os.setpgrp()  # signals to the generator's process group must not reach the sweeper
     silence()
-    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # nobody waits for our end of a pipe
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # so that the sweeper keeps no pipe open
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     if end_with_parent(parent, signal.SIGUSR1):
         signal.sigwait({signal.SIGUSR1})
 
 
-VARIABLE = "GLEANER_ENVIRONMENT"  # for the server alone
-SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"  # with values for its start alone
+VARIABLE = "GLEANER_ENVIRONMENT"  # environment variable with the `request`, which only the server gets
+SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"  # environment variables with special values for the server's start
 
 
 def request(code: Sequence[str], variables: Sequence[str], seconds: float) -> str:
-    """What the server is to be told through VARIABLE: what names the environment's code (rollout.env.host.code_of),
-    which variables that may see and how long it may take to load, what the main module of this process is, and the
-    values of SAFE and PATH from which on all goes."""
+    """The value of VARIABLE: what the server needs for `prepare`, and the values that SAFE and PATH get afterwards.
+
+    code: names of the environment's code (rollout.env.host.code_of). variables: names of the environment variables that
+    the code may see. seconds: how long it may take to load.
+    """
     main = spawn.get_preparation_data("environments")
     names = main.get("init_main_from_name"), main.get("init_main_from_path")
     return json.dumps([{name: os.environ.get(name) for name in (SAFE, PATH)}, code, list(variables), seconds, *names])
 
 
 def prepare(code: Sequence[str], variables: Sequence[str], seconds: float, name: str | None, path: str | None) -> None:
-    """Loads the environment's code, with its variables as in the processes. If that takes longer than `seconds`, the
-    server ends, and its log shows where it was.
+    """Loads the environment's code, with the variables that it has in the environments' processes.
 
-    The main module is not loaded: environments never use it, and where it is a worker of Ray's each process would take
-    half a second to import Ray. It counts as imported if it has that name or file."""
+    If loading takes longer than `seconds`, the server ends, and its log shows where it was. The run's main module is
+    not loaded: environments never use it, and if it is Ray's worker, each process would take half a second to import
+    Ray. name, path: of that main module; __main__ gets them, so that multiprocessing counts it as imported.
+    """
     main = sys.modules["__main__"]
     if name is not None:
         main.__spec__ = ModuleSpec(name, None)
@@ -77,7 +82,7 @@ def prepare(code: Sequence[str], variables: Sequence[str], seconds: float, name:
         main.__file__ = path
     own = {name: os.environ[name] for name in variables}
     withhold()
-    faulthandler.dump_traceback_later(seconds, exit=True)  # whatever holds Python's lock
+    faulthandler.dump_traceback_later(seconds, exit=True)  # works even if the code holds Python's global lock
     with lent(own):
         for use in code:
             with contextlib.suppress(Exception, SystemExit):

@@ -1,4 +1,5 @@
-"""An environment in a process of its own, seen from the generator; where such processes come from, and how they end."""
+"""Runs each environment in a process of its own: the generator's side (EnvironmentProcess), and the fork server from
+which these processes come (Forks). rollout.env.host is the other side."""
 
 import asyncio
 import contextlib
@@ -35,28 +36,25 @@ from rollout.env.protocol import Asked, NoMore, Sampled, Start, Step, Turn
 from rollout.schema import Problem
 from rollout.scorer import Sentences
 
-# Where environments' processes come from, and how one is ended with all that it has started.
-
-
 log = logging.getLogger("rollout")
 
-STARTS = 5  # of a process, while what it is forked from dies
-START_AGAIN_S = 0.1
+STARTS = 5  # attempts to start a process, each with a fresh fork server if the one before died
+START_AGAIN_S = 0.1  # wait between two attempts
 
 
 def spec_of(config: EnvConfig, memory: int = DEFAULT_ENVIRONMENT_MEMORY) -> Spec:
-    """What a process needs to make the environment. memory: the most bytes that it may hold.
+    """The Spec of an environment's process. memory: most bytes that the process may hold.
 
-    Raises WrongInput for a variable that is named and not set,
-    WrongInput for an argument `env:NAME` likewise."""
+    Raises WrongInput if a variable of env.variables is not set, WrongInput if that of an argument `env:NAME` is not.
+    """
     args, variables = resolved(config.args, "env.args"), values_of(config.variables, "env")
     return Spec(config.use or "", args, variables, memory, config.start_timeout_s)
 
 
 class Forks:
-    """Where environments' processes come from: a server that has loaded the environment's code, and is forked.
+    """Starts environments' processes by forking a server that has loaded the environment's code.
 
-    Its thread must live as long as the processes, and starts them one after the other.
+    One thread starts the processes, one after the other. It must live as long as they do.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -64,22 +62,24 @@ class Forks:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload.__name__])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment-starter")
-        self.sentences = Sentences(log)  # of what is no fault of a trajectory
+        self.sentences = Sentences(log)  # for warnings that are not faults of a trajectory
 
     def start(self, end: socket.socket, folder: str) -> "Future[Process]":
-        """A new process that serves an environment on that end of a socket pair, which is closed here. folder: for its
-        temporary files."""
+        """Starts a process that serves an environment on `end` of a socket pair; this process's copy is closed.
+
+        folder: for the environment's temporary files.
+        """
         return self._thread.submit(self._start, end, folder)
 
     def _start(self, end: socket.socket, folder: str) -> Process:
-        """Raises EnvironmentFault if the server dies of it each time, or there is none."""
+        """Raises EnvironmentFault if the fork server dies at each attempt, or does not start."""
         until = time.monotonic() + self.spec.seconds
         with end:
             for _ in range(STARTS):
                 try:
                     return self._fork(end, folder)
-                except (EOFError, ConnectionError):  # the server was killed; a fresh one is started once it is gone
-                    if time.monotonic() > until:  # its code does not come to an end of loading (preload)
+                except (EOFError, ConnectionError):  # the server was killed; the next attempt starts a fresh one
+                    if time.monotonic() > until:  # the environment's code takes too long to load (preload)
                         break
                     log.warning("the process that environments are forked from was lost; starting a fresh one")
                     time.sleep(START_AGAIN_S)
@@ -95,41 +95,39 @@ class Forks:
         told = {
             preload.VARIABLE: preload.request(code_of(spec.use, spec.args), [*spec.variables], spec.seconds),
             MARK: uuid.uuid4().hex,
-            # Until Python 3.13 the server does not take this process's path, and finds a rollout.py of the user's.
+            # Before Python 3.13 the server does not inherit sys.path, and would import a user's rollout.py instead.
             preload.SAFE: "1",
             preload.PATH: os.pathsep.join(filter(None, sys.path)),
         }
-        resource_tracker.ensure_running()  # which is not the server's: it is not to be ended with it
-        with lent(told):  # the server is started in here, or in start(), if it is lost in between
+        resource_tracker.ensure_running()  # started here, so that the tracker does not end with the server
+        with lent(told):  # ensure_running starts the server; process.start() does if it was lost in between
             forkserver.ensure_running()
             process = self._context.Process(target=host, args=(end, spec, folder), daemon=True)
             process.start()
         return process
 
     def close(self) -> None:
-        """No process can be started after this."""
+        """Ends the thread. No process can be started afterwards."""
         self._thread.shutdown()
 
 
 def end_process(started: Callable[[], Process]) -> None:
-    """Blocks until the process is gone; it may be starting still."""
+    """Ends a process with all that it has started, and blocks until it is gone. started: waits until it has started."""
     try:
         process = started()
-    except EnvironmentFault:  # it never was
+    except EnvironmentFault:  # the process could not be started
         return
     child.end_process(process)
     process.close()
 
 
-# An environment in a process of its own, seen from the generator: the same methods, and faults by name.
-
-CLOSE_S = 2.0  # that an environment may take to free what it holds
+CLOSE_S = 2.0  # seconds that an environment's close() may take
 
 
 class EnvironmentProcess:
-    """A rollout.env.protocol.Hosted whose faults are EnvironmentFault.
+    """The environment of one trajectory, as a rollout.env.protocol.Hosted that runs in a process of its own.
 
-    Used by one trajectory. After a fault it only can be closed.
+    A fault of the environment is raised as EnvironmentFault; afterwards only close() may be called.
     """
 
     def __init__(self, forks: Forks, config: EnvConfig) -> None:
@@ -137,8 +135,8 @@ class EnvironmentProcess:
         self._process: Future[Process] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._folder: Path | None = None  # for its temporary files
-        self._answers = False  # the last question was answered
+        self._folder: Path | None = None  # for the environment's temporary files
+        self._answers = False  # whether the last request was answered
 
     async def reset(self, problem: Problem, seed: int) -> Start | Asked:
         async with _within(self._config.start_timeout_s, "reset", "twice env.step_timeout_s"):
@@ -162,8 +160,8 @@ class EnvironmentProcess:
             return parts
 
     async def close(self) -> None:
-        """Lets the environment free what it holds, then ends its process and what that has started, also if it is
-        cancelled meanwhile."""
+        """Has the environment free what it holds, then ends its process and all that the process has started. The
+        process is ended also if this call is cancelled."""
         if self._process is None:
             return
         try:
@@ -185,7 +183,7 @@ class EnvironmentProcess:
             self._forks.sentences.warn([f"environment: its temporary files could not all be removed: {error}"])
 
     async def _free(self) -> None:
-        """It stays until it is ended: what it has started is found by it."""
+        """Calls close() of the environment. Its process goes on, since what it has started is found through it."""
         try:
             async with within(CLOSE_S):
                 await self._ask("close")

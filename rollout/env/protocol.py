@@ -1,7 +1,8 @@
-"""What an environment is to a rollout. Anyone may write one: any class with these four methods, plain values only.
+"""The protocols that a user's environment (Environment) or program (Program) implements, and the values it exchanges.
 
-A trajectory is played by rollout.env.play: the start is rendered once, the policy samples a turn, the environment
-answers with messages, which are appended as tokens behind what was sampled, and so on until one side ends it.
+An environment is any class with four methods that take and return plain values. rollout.env.play plays its trajectory:
+the start is rendered once, the policy samples a turn, the environment answers with messages, whose tokens are appended
+behind the sampled ones, and so on until one side ends the trajectory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 from rollout.schema import Problem
 
-# What tokenizers, pickle and JSON all take, of what a policy or an environment has written.
+# Values from a policy or an environment must be such that tokenizers, pickle and JSON all accept them.
 
-DEEPEST = 100  # brackets within brackets; ten times as many are beyond what Python can pickle
+DEEPEST = 100  # most levels of nesting; Python cannot pickle ten times as many
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a text of which UTF-8 can be made. Half of a surrogate pair is none, and no tokenizer takes it."""
+    """Whether the value is a text that UTF-8 can encode. No tokenizer accepts half of a surrogate pair."""
     if not isinstance(value, str):
         return False
     try:
@@ -32,7 +33,7 @@ def as_text(text: str) -> str:
 
 
 def too_deep(value: Any, most: int = DEEPEST) -> bool:
-    """Whether mappings and sequences are nested more than `most` deep in it."""
+    """Whether mappings and sequences are nested more than `most` levels deep in the value."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -41,16 +42,16 @@ def too_deep(value: Any, most: int = DEEPEST) -> bool:
 
 
 Message = dict[str, Any]
-"""A chat message: {"role": "user" | "tool" | ..., "content": "..."}; a tool's answer may also hold its "name"."""
+"""A chat message: {"role": "user" | "tool" | ..., "content": "..."}; an answer of a tool may also hold its "name"."""
 
 ToolSpec = dict[str, Any]
 """A tool as chat templates are given it: {"type": "function", "function": {"name", "description", "parameters"}}, the
-parameters as a JSON schema (transformers.utils.get_json_schema makes one of a function)."""
+parameters as a JSON schema (transformers.utils.get_json_schema makes such a mapping from a function)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the policy wrote and that could be read."""
+    """A tool call of the policy that could be parsed."""
 
     name: str
     arguments: dict[str, Any]
@@ -61,9 +62,9 @@ class Start:
     """How a trajectory begins.
 
     Attributes:
-        messages: what the policy is given; equal in all trajectories of a group.
-        tools: what it may call; equal in all trajectories of a group.
-        state: a digest of the environment's initial state, which must be equal in a group too; "": not compared.
+        messages: what the policy is given, which must be equal in all trajectories of a group.
+        tools: what the policy may call, which must be equal in all trajectories of a group.
+        state: a digest of the environment's initial state, which must be equal, too; "": it is not compared.
     """
 
     messages: tuple[Message, ...]
@@ -73,13 +74,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy sampled in one turn.
+    """A turn of the policy, as it was sampled and read.
 
     Attributes:
-        text: decoded, without special tokens.
-        token_ids: [T of the turn], the end token included if it was sampled.
-        calls: the tool calls in it, in their order.
-        malformed: one sentence for each attempt at a call that could not be read, fit to be shown to the policy.
+        text: the decoded text, without special tokens.
+        token_ids: the turn's tokens, with the end token if it was sampled.
+        calls: the tool calls in the turn, in their order.
+        malformed: one sentence for each tool call that could not be parsed, fit to be shown to the policy.
     """
 
     text: str
@@ -93,11 +94,11 @@ class Step:
     """The environment's answer to a turn.
 
     Attributes:
-        messages: what the policy sees next, of the roles tool and user; none are needed when `done`.
-        reward: of this turn, added to the trajectory's; None: no reward for this turn.
-        done: the trajectory is over.
-        metrics: numbers by name, averaged over trajectories as env/<name>.
-        warnings: sentences for the log of the run by what they are about; of that only the first is logged.
+        messages: what the policy sees next, of roles tool and user; none are needed if `done`.
+        reward: the reward of this turn, which is added to the trajectory's; None: this turn has no reward.
+        done: whether the trajectory is over.
+        metrics: name -> number, averaged over trajectories as env/<name>.
+        warnings: subject -> sentence for the log of the run; only the first sentence on a subject is logged.
     """
 
     messages: tuple[Message, ...] = ()
@@ -108,22 +109,22 @@ class Step:
 
 
 def own_messages(problem: Problem) -> tuple[Message, ...]:
-    """The problem's own messages."""
+    """The problem's own messages; plain text becomes one message of role user."""
     said = problem.messages
     return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(dict(message) for message in said)
 
 
 class Environment(Protocol):
-    """One trajectory's environment. Every trajectory has an instance of its own, in a process of its own. Plain
-    methods do as well as async ones.
+    """The environment of one trajectory. Each trajectory has its own instance, in a process of its own. The methods may
+    be plain or async.
 
-    What a method raises ends the trajectory with outcome env_error and no reward: it is trained on nowhere. So that
-    crashing is never free for the policy, a tool that fails on what the policy asked for is to be answered as an
-    observation.
+    An exception in a method ends the trajectory with outcome env_error and no reward, and it is not trained on. A tool
+    that fails on a request of the policy should therefore answer with an observation; otherwise the policy could avoid
+    a bad reward by making the tool crash.
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begins; called once. The seed is the same for all trajectories of a group."""
+        """Begins the trajectory. Called once; the seed is the same for all trajectories of a group."""
         ...
 
     async def step(self, turn: Turn) -> Step:
@@ -131,7 +132,8 @@ class Environment(Protocol):
         ...
 
     async def score(self) -> Mapping[str, float]:
-        """Parts of the reward by name, when the trajectory is over, however it ended; {} where turns have it all."""
+        """Returns the parts of the reward by name; {} if only turns have rewards. Called when the trajectory has ended
+        in any way but a fault."""
         ...
 
     async def close(self) -> None:
@@ -139,21 +141,20 @@ class Environment(Protocol):
         ...
 
 
-# Programs: code that asks the policy for tokens when it likes, such as another library's harness.
+# Programs: code that asks the policy for completions when it likes, such as another library's harness.
 #
-# An environment is asked by us; a program asks us. What it says of its own tokens is not needed: prompts and answers
-# are recorded on this side, token by token.
+# gleaner calls an environment, but a program calls gleaner, which records prompts and answers token by token.
 
 
 class Asked(NamedTuple):
-    """What a program wants continued: the whole prompt, and the most tokens that it wants; None: as many as may be."""
+    """A program's request for a completion. token_ids: the whole prompt. max_tokens: None: as many as are allowed."""
 
     token_ids: tuple[int, ...]
     max_tokens: int | None
 
 
 class Sampled(NamedTuple):
-    """The policy's answer: ids and their logprobs [T]; finish_reason "stop" or "length"."""
+    """The policy's answer to a program: T ids and their logprobs; finish_reason is "stop" or "length"."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -161,7 +162,7 @@ class Sampled(NamedTuple):
 
 
 class NoMore(NamedTuple):
-    """Why the policy does not answer, as a sentence."""
+    """A refusal to continue a program's prompt. reason: the cause as a sentence."""
 
     reason: str
 
@@ -172,27 +173,31 @@ class OutOfBudget(RuntimeError):
 
 
 class Model(Protocol):
-    """The policy as a program has it. Temperature and what ends a turn are the run's."""
+    """The policy as a program sees it. Temperature and stop tokens are those of the run."""
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
-        """Continues a prompt. The first one begins the trajectory, and every later one must extend all that was asked
-        and sampled before it, by calls that the program gave up too. Raises OutOfBudget."""
+        """Continues a prompt. The first prompt begins the trajectory. Each later prompt must extend all that was asked
+        and sampled before it, also in calls that the program cancelled. Raises OutOfBudget."""
         ...
 
 
 class Program(Protocol):
-    """One trajectory's program, in a process of its own."""
+    """The program of one trajectory, in a process of its own."""
 
     async def run(self, problem: Problem, seed: int, model: Model) -> Mapping[str, float]:
-        """Drives the policy to the end of the trajectory -> the parts of the reward by name. The first prompt must be
-        the same for all trajectories of a group, which share the seed. What it raises ends the trajectory as env_error,
-        without a reward."""
+        """Plays the whole trajectory with the policy. Returns the parts of the reward by name.
+
+        The first prompt must be the same for all trajectories of a group, which share the seed. An exception ends the
+        trajectory with outcome env_error and no reward.
+        """
         ...
 
 
 class Hosted(Protocol):
-    """What serves a trajectory: an Environment, or a program as a chain of questions. The step of
-    an environment is given its Turn, that of a program Sampled or NoMore."""
+    """What serves a trajectory: an Environment, or a Program wrapped by rollout.env.host.Driven.
+
+    step is given a Turn for an environment, Sampled or NoMore for a program.
+    """
 
     async def reset(self, problem: Problem, seed: int) -> Start | Asked: ...
 

@@ -1,4 +1,5 @@
-"""The trajectories of a group, each with an environment of its own, side by side."""
+"""Plays the trajectories of a group concurrently, each with an environment of its own (Trajectories), and makes the
+columns of rollout.schema from them (rows_of)."""
 
 import asyncio
 import json
@@ -29,13 +30,13 @@ from rollout.schema import Origin, Problem, facts_of
 from rollout.scorer import Scorer, side_by_side
 from rollout.types import Completion, EngineError, Sampling, seed_of
 
-# Trajectories of a group -> columns of rollout.schema, with what environments and reward functions give for them.
+# Trajectories become columns of rollout.schema, with the rewards of environments and of reward functions.
 
 
 async def scored(
     scorer: Scorer | None, problem: Problem, trajectories: Sequence[Trajectory], progress: Progress
 ) -> Scores | None:
-    """What the reward functions give for the trajectories without a fault; None where there is nothing to ask."""
+    """The reward functions' scores of the trajectories without a fault; None without scorer or such trajectories."""
     whole = [t for t in trajectories if not t.faulted]
     if scorer is None or not whole:
         return None
@@ -59,9 +60,11 @@ def rows_of(
     *,
     alone: bool,
 ) -> dict[str, Sequence[Any]]:
-    """All columns of the group: a row for each trajectory, or as many as it has, the last of which holds what is said
-    of all of it (messages, metrics). decode: ids as text, for people. alone: nothing but the environment gives
-    rewards."""
+    """All columns of rollout.schema, with the rows of all of the group's trajectories.
+
+    The last row of a trajectory holds what concerns all of it (messages, metrics). decode: ids -> text for the column
+    `completion`. alone: whether there are no reward functions, only the environments' rewards.
+    """
     rewards = _rewards(trajectories, scores, alone=alone)
     told = iter([] if scores is None else scores.logged)
     logged = [[] if trajectory.faulted else next(told, []) for trajectory in trajectories]
@@ -99,8 +102,7 @@ def rows_of(
 def _rewards(
     trajectories: Sequence[Trajectory], scores: Scores | None, *, alone: bool
 ) -> list[tuple[float | None, str, dict[str, float | None], str | None]]:
-    """(reward, status, parts by name, what failed in words) of each. The environment's own parts count with weight
-    1."""
+    """Returns (reward, status, parts by name, error message) of each trajectory. Environments' parts have weight 1."""
     found: list[tuple[float | None, str, dict[str, float | None], str | None]] = []
     asked = 0
     for trajectory in trajectories:
@@ -109,7 +111,7 @@ def _rewards(
             continue
         parts = trajectory.parts
         if alone and not parts and trajectory.outcome in CUT:
-            parts = {TURNS: 0.0}  # the environment had not come to that, and this must not be free
+            parts = {TURNS: 0.0}  # reward 0 for running into a limit; without a reward it would cost the policy nothing
         own: dict[str, float | None] = dict(parts)
         if scores is not None and (both := sorted(own.keys() & scores.parts.keys())):
             raise ValueError(
@@ -131,15 +133,17 @@ def _rewards(
 
 
 def sentence_of(trajectory: Trajectory) -> str:
-    """What an environment's fault was, for people."""
+    """The environment's fault as a sentence for logs and for the column `reward_error`."""
     return f"environment: {trajectory.outcome}: {trajectory.fault}"[:LONGEST_ERROR]
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """What a rollout process needs to play trajectories; resolved, no "auto". seed: of the run; chat_template_kwargs:
-    of config.data. alone: nothing but the environment gives rewards. memory: bytes that a process of one
-    may hold."""
+    """The settings by which a rollout worker plays trajectories; "auto" of the configuration is resolved before.
+
+    concurrency: most trajectories at once. seed: of the run. chat_template_kwargs: of data. alone: whether there are no
+    reward functions. memory: most bytes that the process of one environment may hold.
+    """
 
     config: EnvConfig
     limits: Limits
@@ -151,7 +155,7 @@ class EnvSettings:
 
 
 class Trajectories:
-    """Plays groups; at most `concurrency` trajectories at once, of whichever groups."""
+    """Plays groups, with at most `concurrency` trajectories of all groups together at once."""
 
     def __init__(self, settings: EnvSettings, engine: Engine, player: Player) -> None:
         self._settings, self._engine, self._player = settings, engine, player
@@ -182,12 +186,12 @@ class Trajectories:
                 await env.close()
 
     def close(self) -> None:
-        """No group can be played after this."""
+        """Ends the source of environments' processes. No group can be played afterwards."""
         self._forks.close()
 
 
 class _Policy:
-    """The engine, for one trajectory. Each turn is a request of its own, under the newest policy at its time."""
+    """The engine as one trajectory asks it. Each turn is a request of its own, under the policy that is then newest."""
 
     def __init__(self, engine: Engine, sampling: Sampling, sample: int) -> None:
         self._engine, self._sampling, self._sample = engine, sampling, sample
@@ -201,7 +205,8 @@ class _Policy:
 
 
 def _env_seed(run_seed: int, problem: Problem) -> int:
-    """Of the problem's place in the run: the same for the whole group, and for a group that is issued again."""
+    """The seed for environments' resets. It depends on run and position only, so that all trajectories of a group, and
+    later attempts of the group, have the same."""
     return seed_of("environment", run_seed, problem.epoch, problem.position)
 
 

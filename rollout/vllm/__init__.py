@@ -1,1 +1,1 @@
-"""vLLM as a generator; the only files that import it."""
+"""The generator on vLLM. Only the files of this folder import vllm."""

@@ -1,4 +1,4 @@
-"""Our settings as vLLM's engine arguments, and the engine that is built from them."""
+"""Turns EngineSettings into vLLM's engine arguments, and builds the LLMEngine from them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rollout.engine import EngineSettings
 from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
 from rollout.vllm.read_back import shard_arguments, workers_environment
 
-# What makes vLLM's start and end shorter, and what it must know of a model's adapters before.
+# What vLLM's registry is asked about a model before the engine is built.
 
 
 def know_model(model: str, revision: str | None = None) -> None:
-    """Inspects the class of the model in this process.
+    """Has vLLM inspect the model's class in this process.
 
-    vLLM starts a process for that, once per architecture and user, which imports all of vLLM again (8 CPU-seconds),
-    lest CUDA start in a process that is forked later. The process that holds an engine of ours is not forked.
+    Otherwise vLLM starts a process for that, once per architecture and user, which imports all of vLLM again (8
+    CPU-seconds), lest CUDA be initialised in a process that is forked later. The process of gleaner's engine is not.
     """
     from vllm import ModelRegistry
     from vllm.transformers_utils.config import get_config
@@ -37,13 +37,13 @@ def know_model(model: str, revision: str | None = None) -> None:
 
 
 def has_states(kind: type) -> bool:
-    """Whether layers of a class of vLLM keep a state, as Mamba, linear attention and short convolutions do, in place of
-    keys and values."""
+    """Whether layers of a model class of vLLM keep a state in place of keys and values, as Mamba, linear attention and
+    short convolutions do."""
     return bool(getattr(kind, "is_hybrid", False) or getattr(kind, "is_attention_free", False))
 
 
 def keeps_states(model: str, revision: str | None = None) -> bool:
-    """The same of a folder or hub name."""
+    """Whether layers of the model in a folder or on the hub keep a state (has_states)."""
     from vllm import ModelRegistry
     from vllm.transformers_utils.config import get_config
 
@@ -54,13 +54,13 @@ def keeps_states(model: str, revision: str | None = None) -> bool:
 
 
 def lora_arguments(model: str, targets: Sequence[str], revision: str | None = None) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs for the adapters of a model: which layers get LoRA kernels. Without them vLLM would
-    put these around the output embedding too, and run them in every step.
+    """Keyword arguments of vllm.EngineArgs that say which layers get LoRA kernels. Without them vLLM would also put
+    LoRA kernels around the output embedding, and run them in every step.
 
-    targets: as of EngineSettings.lora_targets; of a model with experts only the attention is adapted.
+    targets: see EngineSettings.lora_targets; in a model with experts only the attention is adapted.
 
-    Raises WrongInput if vLLM does not serve the model with LoRA. Known to it are names that it may serve by
-    transformers' own code, so only one of its own classes can be asked.
+    Raises WrongInput if vLLM does not serve the model with LoRA. Only vLLM's own classes can be asked; a name that vLLM
+    serves by transformers' code is not checked.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_lora
@@ -77,20 +77,20 @@ def lora_arguments(model: str, targets: Sequence[str], revision: str | None = No
 
 
 def _linear_layers(config: Any) -> list[str]:
-    """The last part of the names of all linear layers but the output embedding, from a model without weights."""
+    """Last parts of the names of all linear layers but the output embedding, from a model built without weights."""
     from torch import device
     from transformers import AutoModelForCausalLM
 
     from rollout.weights import linear_layers
 
-    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
-    with device("meta"):  # in no attention that its config.json may want, and that is not installed
+    auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations
+    with device("meta"):  # with eager attention, since that which config.json names may not be installed
         lm = auto.from_config(config, attn_implementation="eager")
     return sorted({name.rpartition(".")[2] for name in linear_layers(lm)})
 
 
 def without_lora(name: str, model: str) -> str:
-    """What a user is told of an architecture that vLLM serves without LoRA."""
+    """The error message for an architecture that vLLM serves without LoRA."""
     return (
         f"model.path: vLLM serves {name} ({model}) without LoRA; set learner.mode=full or learner.push=merged, or give "
         "another architecture (docs/models.md)"
@@ -101,9 +101,9 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other ma
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs.
+    """Keyword arguments of vllm.EngineArgs.
 
-    Raises ValueError for a LoRA rank above vLLM's highest, and for sleeps or fp8 where a CPU does not do them.
+    Raises ValueError for a LoRA rank above vLLM's highest, and on a CPU for sleeps, or for fp8 without AVX-512.
     """
     if settings.max_lora_rank > _LORA_RANKS[-1]:
         raise ValueError(f"max_lora_rank must be at most {_LORA_RANKS[-1]} (vLLM), got {settings.max_lora_rank}")
@@ -120,13 +120,13 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        # raw_logprobs ignore the temperature, and processed ones are of the tokens that top_p and the like keep, where
-        # the learner scores the whole distribution. Hence temperature 1 with those.
+        # The learner's logprobs are those of the whole distribution. Processed logprobs are of the tokens that top_p,
+        # top_k and min_p keep; raw ones ignore the temperature, so it must be 1 where tokens are left out.
         "logprobs_mode": "raw_logprobs" if settings.truncates else "processed_logprobs",
         # Completions of a group share the KV blocks of their prompt.
         "enable_prefix_caching": True,
         **_form_arguments(settings),
-        # Tokens in, tokens out; only stop strings need the text.
+        # Prompts and completions are tokens; vLLM needs the text for stop strings only.
         "skip_tokenizer_init": not settings.stop,
         "generation_config": "auto",
         "disable_log_stats": True,
@@ -138,7 +138,7 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
     if settings.sleeps:
         arguments["enable_sleep_mode"] = True
     if settings.base == "nf4":
-        # Quantised as the files are read: NF4 in blocks of 64 with doubly quantised scales, like the learner's.
+        # vLLM quantises while it reads the files, as the learner does: NF4, blocks of 64, doubly quantised scales.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     arguments |= _cuda_arguments(settings) if cuda else _cpu_arguments(settings)
     return arguments | (shard_arguments(settings.shards, cuda=cuda) if settings.shards > 1 else {})
@@ -153,7 +153,7 @@ def _form_arguments(settings: EngineSettings) -> dict[str, Any]:
 def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        # Logits in float32, as the learner's: in bfloat16 their rounding alone is 0.04 to 0.07 nats (rms).
+        # Logits are float32, as in the learner: in bfloat16 rounding alone would be 0.04 to 0.07 nats (rms).
         "hf_overrides": {"head_dtype": "float32"},
     }
 
@@ -165,8 +165,8 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         # A seeded request whose prefill is split kills the engine: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(PREFILL_TOKENS, settings.max_num_seqs, settings.max_model_len),
-        # The smallest that the CPU kernel takes; default 128. A group shares the whole blocks of its prompt, and each
-        # completion computes the rest of it again: 16 tokens on average, not 64.
+        # The smallest block that the CPU kernel takes; vLLM's default is 128. A group shares full blocks of its prompt,
+        # and each completion computes the rest of the prompt again: 16 tokens on average instead of 64.
         "block_size": BLOCK_CPU,
         "ir_op_priority": PRIORITY,
         "lora_dtype": LORA_DTYPE,
@@ -174,7 +174,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _check_cpu(settings: EngineSettings) -> None:
-    """Raises ValueError for what vLLM does not do on this CPU."""
+    """Raises ValueError for settings that vLLM does not support on this CPU."""
     if settings.sleeps:
         raise ValueError("sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)")
     if settings.kv_cache_dtype == "fp8" and torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -192,14 +192,14 @@ def _policy_arguments(settings: EngineSettings) -> dict[str, Any]:
             "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
         }
     if settings.in_flight == "continue":
-        # Else vLLM on CUDA computes one step ahead, and that step's tokens, sampled before the policy was replaced,
-        # come out after it with the new version's label.
+        # With asynchronous scheduling vLLM on CUDA computes one step ahead. The tokens of that step, sampled before the
+        # policy was replaced, would come out afterwards with the new version's label.
         arguments["async_scheduling"] = False
     return arguments
 
 
 def check_can_continue() -> None:
-    """Raises ValueError if this vLLM cannot tell the tokens before a change of the policy from those after it."""
+    """Raises ValueError if this vLLM does not say which policy version sampled a token."""
     import vllm
     from vllm.outputs import CompletionOutput
 
@@ -211,9 +211,9 @@ def check_can_continue() -> None:
 
 
 def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
-    """A vllm LLMEngine in this process; the calling thread owns it from here on.
+    """Builds a vLLM LLMEngine in this process; the calling thread owns it from then on.
 
-    shares_base: the learner maps its base (rollout.vllm.shared_base).
+    shares_base: whether the learner will map the base model (rollout.vllm.shared_base).
     """
     if arguments.get("quantization") == "bitsandbytes":
         check_bitsandbytes()
@@ -225,24 +225,24 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
     if arguments.get("enable_lora"):
         arguments = arguments | lora_arguments(model, arguments["lora_target_modules"], revision)
     if arguments.get("enable_chunked_prefill") is False and keeps_states(model, revision):
-        arguments = arguments | {"enable_prefix_caching": False}  # of states vLLM keeps none without chunked prefill
+        arguments = arguments | {"enable_prefix_caching": False}  # vLLM caches states only with chunked prefill
     if current_platform.is_cpu():
         know_model(model, revision)
     with workers_environment(arguments.get("tensor_parallel_size", 1)):
-        engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, and with them their loaders
+        engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, which register their loaders
         with _recorded(arguments.get("load_format", "auto")) if shares_base else nullcontext():
             return LLMEngine.from_engine_args(engine_args)
 
 
 def _recorded(load_format: str) -> AbstractContextManager[None]:
-    """Inside of it vLLM loads a model as one that the learner may map."""
+    """A context in which vLLM loads a model so that the learner can map it."""
     from rollout.vllm.shared_base import recorded
 
     return recorded(load_format)
 
 
 def check_bitsandbytes() -> None:
-    """Raises ValueError if vLLM could not load a base in 4 bits here."""
+    """Raises ValueError if this vLLM cannot load a base model in 4 bits."""
     if find_spec("vllm_bnb_plugin") is None:
         raise ValueError(
             "model.base: nf4 needs vLLM's bitsandbytes support, which is a plugin and not installed here; run:"

@@ -1,6 +1,7 @@
-"""Between our values and vLLM's: sampling parameters, adapter requests, outputs.
+"""Converts the values of rollout.types to vLLM's and back (prompts, sampling parameters, adapters, outputs), and keeps
+the adapter versions that an engine holds (AdapterWindow).
 
-Everything is passed by keyword, since positions differ between versions of vLLM.
+Arguments of vLLM are passed by keyword, since their positions differ between its versions.
 """
 
 from __future__ import annotations
@@ -21,18 +22,16 @@ from cluster.files import digest_of, writing
 from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
 from rollout.weights import header_of
 
-# The adapter versions that one engine holds: their files, who still uses them, which may go.
-
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 
 
 @dataclass(slots=True)
 class Resident:
-    """One version on disk.
+    """A policy version that an engine holds, or is about to load.
 
-    keys: names of its tensors; rank: of the adapter, 0 for weights; lora_id: vLLM's integer id, at least 1; users: the
-    requests that began with it and still decode.
+    folder: the adapter's files; empty for whole weights. keys: names of the tensors. rank: the adapter's rank, 0 for
+    weights. lora_id: vLLM's integer id, at least 1. users: how many running requests began with this version.
     """
 
     version: int
@@ -45,12 +44,13 @@ class Resident:
 
 
 class AdapterWindow:
-    """Keeps at most `capacity` versions and drops neither the newest nor one that is in use (but see replace).
+    """The policy versions that one engine holds: at most `capacity`, with their files and their users.
 
-    Each version has a lora_id of its own, never used twice. With capacity 1 all versions share one id: a newer adapter
-    then replaces the one in use, while requests run.
+    Neither the newest version nor one that is in use is evicted (but see replace). Each version has its own lora_id,
+    which is never used twice. With capacity 1 all versions share one id: a newer adapter replaces the present one while
+    requests run.
 
-    stage() may run in any thread; everything else belongs to the engine's thread.
+    stage() may run in any thread; all other methods belong to the engine's thread.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -66,17 +66,17 @@ class AdapterWindow:
 
     @property
     def residents(self) -> list[Resident]:
-        """Oldest first."""
+        """The versions in the window, the oldest first."""
         return list(self._residents.values())
 
     def stage(self, adapter: Adapter | Weights) -> Resident:
-        """Writes the adapter as PEFT would, in a folder of its own. The digest is that of the bytes read back.
+        """Writes the adapter to a folder of its own, in PEFT's format. The digest is made from the file's bytes.
 
-        Whole weights are not written: they are loaded from memory, and no two versions are held.
+        Whole weights are not written, since the engine loads them from memory and holds one version only.
 
         Raises AdapterCorrupt, EngineError if the payload is not safetensors, or OSError with the folder in it.
         """
-        # A fresh folder each time: vLLM keeps a loaded file mapped, and rewriting it in place kills the process.
+        # Each version has a fresh folder: vLLM keeps a loaded file mapped, and rewriting it would kill the process.
         folder = Path(tempfile.mkdtemp(prefix=f"v{adapter.version}-", dir=self._root.name))
         try:
             digest = self._written(adapter, folder)
@@ -90,7 +90,7 @@ class AdapterWindow:
 
     @staticmethod
     def _written(adapter: Adapter | Weights, folder: Path) -> str:
-        """The digest of what is in the folder; of weights, of what is in memory."""
+        """Writes an adapter's files to the folder. Returns the digest of the written file, or of weights in memory."""
         if isinstance(adapter, Weights):
             adapter.verify()
             return adapter.digest
@@ -99,12 +99,13 @@ class AdapterWindow:
             weights.write_bytes(adapter.payload)
             (folder / _CONFIG).write_text(json.dumps(adapter.config))
         digest = str(digest_of(weights)["sha256"])
-        if digest != adapter.digest:  # else the payload is right, too: one pass over its bytes for both
+        if digest != adapter.digest:  # if they are equal, the payload is right as well and need not be hashed again
             adapter.verify()
         return digest
 
     def check(self, staged: Resident) -> None:
-        """Raises EngineError for a version that is not newer, or for modules other than the first adapter's."""
+        """Raises EngineError for a version that is not newer than all others, or for other tensors than the first
+        policy had."""
         newest = self.newest
         if newest is not None and staged.version <= newest.version:
             raise EngineError(
@@ -129,7 +130,7 @@ class AdapterWindow:
 
     def add(self, staged: Resident) -> None:
         self._residents[staged.version] = staged
-        self._keys = staged.keys or None  # Weights.unchanged say nothing of those behind them
+        self._keys = staged.keys or None  # Weights.unchanged has no tensors, and later weights have
 
     def replace(self, staged: Resident) -> None:
         """Makes the staged version the only one, even if requests still use another."""
@@ -147,7 +148,7 @@ class AdapterWindow:
         rmtree(staged.folder)
 
     def clear(self) -> None:
-        """Deletes every file. Idempotent."""
+        """Deletes all files. Idempotent."""
         self._residents.clear()
         self._root.cleanup()
 
@@ -162,13 +163,13 @@ def _keys_of(adapter: Adapter | Weights) -> frozenset[str]:
         ) from error
 
 
-FORM = "gleaner_form"  # in extra_args: what rollout.vllm.structured reads
+FORM = "gleaner_form"  # key in SamplingParams.extra_args that rollout.vllm.structured reads
 _FINISH_REASONS = ("stop", "length")
 
 
 def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int, vocab_size: int) -> list[int]:
-    """The prompt as a list of int. Raises ValueError for one that vLLM would refuse late, or whose completion it
-    would cut below max_tokens without a word."""
+    """The prompt as a list of int. Raises ValueError for a prompt that vLLM would refuse late, or whose completion
+    vLLM would silently cut below max_tokens."""
     ids = [int(token) for token in token_ids]
     if not ids:
         raise ValueError("the prompt must hold at least 1 token, got 0")
@@ -188,9 +189,9 @@ def checked_prompt(token_ids: Sequence[int], max_tokens: int, max_model_len: int
 def completion_params(
     sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = (), form: str = ""
 ) -> Any:
-    """vllm SamplingParams: all n completions at once when the last is done, with the sampled tokens' logprobs.
+    """vllm.SamplingParams that give all n completions at once when the last is done, with the sampled tokens' logprobs.
 
-    stop_ids, stop, form: as of EngineSettings; strings need an engine that has its tokenizer.
+    stop_ids, stop, form: see EngineSettings; stop strings need an engine that has its tokenizer.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -206,9 +207,9 @@ def completion_params(
         # Without its tokenizer vLLM knows the end tokens of the model's configuration only.
         stop_token_ids=list(stop_ids),
         stop=list(stop),
-        include_stop_str_in_output=True,  # else it leaves the end token out of the text that it compares
-        logprobs=0,  # of the sampled token and no other
-        flat_logprobs=True,  # one list of floats, not a dictionary and an object for each token
+        include_stop_str_in_output=True,  # otherwise vLLM leaves the end token out of the text that it compares
+        logprobs=0,  # the sampled token's logprob and no other
+        flat_logprobs=True,  # one list of floats instead of a dictionary and an object for each token
         detokenize=bool(stop),
         extra_args={FORM: form} if form else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -216,7 +217,7 @@ def completion_params(
 
 
 def probe_params() -> Any:
-    """vllm SamplingParams that ask for the prompt's own logprobs, which ignore the temperature."""
+    """vllm.SamplingParams that ask for the logprobs of the prompt's tokens, which vLLM gives at temperature 1."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -231,9 +232,10 @@ def probe_params() -> Any:
 
 
 def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
-    """A name for each version, because the prefix cache is keyed by it, not by id or content.
+    """vllm.LoRARequest of an adapter. Each version has its own name, since the prefix cache is keyed by the name.
 
-    load_inplace: read the files again though the id is loaded; in a request it would do so at every step.
+    load_inplace: whether vLLM reads the files again though the id is loaded. It must be False in a request, where vLLM
+    would do so at every step.
     """
     from vllm.lora.request import LoRARequest
 
@@ -246,7 +248,7 @@ def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
 
 
 def read_completions(output: Any, version: int) -> list[Completion]:
-    """The G completions of a finished RequestOutput, in order, all of one version.
+    """The G completions of a finished vllm.RequestOutput, in order; every token is of policy version `version`.
 
     Raises EngineError if vLLM failed one of them.
     """
@@ -255,13 +257,13 @@ def read_completions(output: Any, version: int) -> list[Completion]:
 
 
 def read_continued(output: Any, _began_with: int) -> list[Completion]:
-    """The same where the version may change on the way: vLLM's spans say from which token on."""
+    """The G completions of a finished vllm.RequestOutput; vLLM's spans say which version sampled which tokens."""
     parts = sorted(output.outputs, key=lambda part: part.index)
     return [_completion(part, _versions(part.weight_versions)) for part in parts]
 
 
 def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
-    """[T] the label of each token; spans hold [start, end) token indices."""
+    """[T] the policy version of each token. Each span has a version and token indices [start, end)."""
     labels = np.array([int(span.version) for span in spans], np.int32)
     return labels.repeat(np.array([span.end - span.start for span in spans], np.int64))
 
@@ -278,12 +280,12 @@ def _completion(part: Any, versions: NDArray[np.int32]) -> Completion:
 
 
 def read_probe(output: Any, _version: int) -> NDArray[np.float32]:
-    """[len - 1] float32 nats: nothing precedes the first token, so vLLM has no entry for it."""
+    """[len - 1] float32, nats: logprobs of a probe's tokens but the first, for which vLLM has none."""
     return _flat(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
 
 
 def _flat(logprobs: Any, count: int) -> NDArray[np.float32]:
-    """[count] the values of vLLM's FlatLogprobs, which must be one for each token."""
+    """[count] float32: the values of vLLM's FlatLogprobs. Raises EngineError unless there are `count`."""
     values = np.array(logprobs.logprobs, np.float32)
     if len(values) != count:
         raise EngineError(f"vLLM must give one logprob for each of {count} tokens, got {len(values)}; ask again")

@@ -1,4 +1,5 @@
-"""What is changed of vLLM's CPU build: LoRA, RMSNorm and sampling by faster and exact operations, and AMX."""
+"""Changes vLLM's CPU build in a process that computes with it: LoRA, RMSNorm and sampling use faster, exact operations,
+and AMX is requested. prepare_cpu_process makes all changes."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# AMX, the matrix instructions of newer Intel CPUs, in a process in which vLLM computes.
+# AMX, the matrix instructions of newer Intel CPUs.
 #
-# Linux gives them to a process that asks. vLLM's attention in bfloat16 uses them without asking, so that the process
-# ends with "Illegal instruction" where nothing before it has asked. Hence importing this module asks.
+# Linux lets a process use AMX only after the process has asked. vLLM's attention in bfloat16 uses AMX without asking,
+# so the process ends with "Illegal instruction" if nothing has asked before. Therefore importing this module asks.
 
 
 class AmxWorker:
-    """For `--worker-extension-cls` of a server: vLLM imports it in the process of its engine, and it adds nothing."""
+    """A class without content for `--worker-extension-cls` of a server: vLLM imports this module for it."""
 
 
 def ask_for_amx() -> None:
-    """By a product in bfloat16: torch's oneDNN asks for what the CPU has."""
+    """Asks Linux for AMX by a product in bfloat16, for which torch's oneDNN asks for all that the CPU has."""
     ones = torch.ones(64, 64, dtype=torch.bfloat16)
     torch.nn.functional.linear(ones, ones)
 
@@ -30,42 +31,44 @@ def ask_for_amx() -> None:
 ask_for_amx()
 
 
-# LoRA on vLLM's CPU backend: upstream's reference op replaced by one that is fast and exact.
+# LoRA on vLLM's CPU backend: a fast and exact op replaces upstream's reference op.
 #
-# Upstream (vllm/lora/ops/torch_ops/lora_ops.py, the same in 0.31 and 0.32) gathers a copy of the adapter for every
-# token, tokens x rank x width floats per layer, and applies the adapter in the last slot to rows without one (index
-# -1). vLLM already sorts a step's tokens into runs of one adapter; here every run is two matrix products, and rows
-# without an adapter are left alone. In decode there is nearly always one run.
+# Upstream's op (vllm/lora/ops/torch_ops/lora_ops.py, the same in 0.31 and 0.32) gathers a copy of the adapter for every
+# token, tokens x rank x width floats per layer, and applies the adapter in the last slot to rows without an adapter
+# (index -1). vLLM already sorts a step's tokens into runs of one adapter. The op here computes each run with two matrix
+# products, and leaves rows without an adapter alone. In decode there is nearly always one run.
 #
-# Slots are held in float32 whatever the type of the model (LORA_DTYPE, of vllm.EngineArgs), and multiplied in it:
-# products as thin as an adapter's take torch's CPU kernels for 16 bits longer than those for 32, where the processor
-# has no instructions for them 15 times, and rounding comes last. An adapter in 16 bits is the same in float32, bit for
-# bit.
+# Slots are held and multiplied in float32 whatever the model's dtype (LORA_DTYPE, of vllm.EngineArgs). For products as
+# thin as an adapter's, torch's CPU kernels for 16 bits are slower than those for 32 bits (15 times slower on a
+# processor without instructions for them), and rounding comes last. An adapter in 16 bits is exact in float32.
 #
-# A bfloat16 model on a processor with instructions for it (AVX512_BF16, AMX) takes vLLM's own kernel for small weights,
-# which wants them packed, in half the time. The A of a layer's slices are one product there, one above the other. So
-# are their B, as blocks on the diagonal of one matrix, where all ranks together fill one block of the kernel; from
-# there on its zeros cost more than another call.
+# For a bfloat16 model on a processor with bfloat16 instructions (AVX512_BF16, AMX), vLLM's own kernel for small packed
+# weights needs half the time. The A of a layer's slices are stacked to one product there. Their B are blocks on the
+# diagonal of one matrix, as long as all ranks together fit into one block of the kernel; beyond that, the matrix's
+# zeros cost more than another call.
 #
-# Head and embedding get no LoRA kernels at all (rollout.vllm.arguments.lora_arguments), for speed, and since the head's
-# takes one row per sequence of the step for granted: a probe, whose prompt logprobs are one row per token, would kill
-# the engine as soon as it shares a step with completions.
+# Head and embedding get no LoRA kernels (rollout.vllm.arguments.lora_arguments), for speed, and because the head's LoRA
+# kernel assumes one row per sequence of the step: a probe, whose prompt logprobs need one row per token, would kill the
+# engine in a step that it shares with completions.
 
 log = logging.getLogger(__name__)
 
-# Releases whose punica_cpu.py was read and found to be the same. Others keep upstream's op: correct for our
-# batches, in which every row has an adapter, but 2 to 3 times slower.
+# Releases whose punica_cpu.py was read and found to be the same. Other releases keep upstream's op, which is correct
+# for gleaner's batches, in which every row has an adapter, but 2 to 3 times slower.
 _KNOWN = ((0, 31), (0, 32))
-# Of a self-check whose numbers reach 64, so that three roundings to bfloat16 are 0.4 at most.
+# Greatest error in the self-check, whose numbers reach 64, so that three roundings to bfloat16 are 0.4 at most.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 LORA_DTYPE = torch.float32
-_PACKED_COLUMNS, _PACKED_OUTPUTS = 32, 16  # the kernel for packed weights takes inputs and outputs of whole multiples
+_PACKED_COLUMNS, _PACKED_OUTPUTS = 32, 16  # inputs and outputs of packed weights must be multiples of these
 
 _Run = tuple[int, int, int]  # first row, past the last row, adapter slot
 
 
 class _Packed(NamedTuple):
-    """An adapter's matrices of one layer, packed. Each B takes its columns of what A gives, and gives its widths."""
+    """An adapter's matrices of one layer, packed for vLLM's kernel.
+
+    columns: how many of A's outputs each B takes. widths: how many outputs each B gives.
+    """
 
     a: torch.Tensor
     b: list[torch.Tensor]
@@ -74,22 +77,22 @@ class _Packed(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """What A and the B of a layer give for a number of rows, whole and as each B has it."""
+    """Buffers for the outputs of A (`inner`) and of all B (`product`), and for each B its part of both."""
 
     inner: torch.Tensor
     product: torch.Tensor
     of_each: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-# By (rows, columns, widths), the same for all layers of a step: an allocation takes as long as a product.
+# (rows, columns, widths) -> buffers, which all layers of a step share, since an allocation takes as long as a product.
 _Scratch = dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Buffers]
 
 
 def install_fast_cpu_lora() -> bool:
-    """Replaces the op for every engine of this process; returns whether it is in place.
+    """Replaces upstream's op for every engine of this process. Returns whether the new op is in place.
 
-    Call before the engine is built. Logs a warning and leaves upstream's op in an unknown release, or where the new op
-    does not agree with a plain dense computation.
+    To be called before the engine is built. In an unknown release, or if the new op does not agree with a dense
+    computation, upstream's op stays and a warning is logged.
     """
     import vllm
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
@@ -125,10 +128,10 @@ def install_fast_cpu_lora() -> bool:
 
 
 def serve_experts() -> None:
-    """Lets a CPU compute mixtures of experts though LoRA is on, for every engine of this process.
+    """Lets every engine of this process compute mixtures of experts on a CPU with LoRA enabled.
 
-    With LoRA vLLM takes its Triton kernels for experts, which a CPU has not, adapted or not. Ours are not
-    (rollout.architecture), so that the CPU's own kernels are right.
+    With LoRA vLLM chooses its Triton kernels for experts, which a CPU lacks, whether experts have adapters or not.
+    gleaner puts none on experts (rollout.architecture), so vLLM's kernels for a CPU are right.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
@@ -153,7 +156,7 @@ def _release(version: str) -> tuple[int, int]:
 def _patch(wrapper: Any, upstream_metadata: Any) -> None:
     def update_prefill_metadata(self: Any, token_lora_tensor: torch.Tensor) -> None:
         upstream_metadata(self, token_lora_tensor)
-        # Once per step, rather than three tensor reads in each of the model's layers.
+        # This is done once per step; otherwise each of the model's layers would read three tensors.
         self.gleaner_runs = _runs(self)
         self.gleaner_scratch = {}
 
@@ -181,7 +184,7 @@ def _add_lora_linear(
     """y[rows, slice] += scale * (x[rows] @ A[slot].T) @ B[slot].T, in place, for every run of rows and every slice.
 
     x [tokens, in], y [tokens, sum(output_slices)], A per slice [slots, 1, rank, in], B [slots, 1, width, rank].
-    buffer is upstream's scratch space, unused. An argument that upstream adds later is a TypeError, not ignored.
+    buffer is upstream's scratch space and not used. An argument that upstream adds later raises a TypeError.
     """
     packs = _packs(x, lora_a_stacked[0], output_slices) and y.shape[1] == sum(output_slices)
     for start, stop, slot in self.gleaner_runs:
@@ -199,13 +202,13 @@ def _add_in_float32(
     target: torch.Tensor, rows: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scale: float
 ) -> None:
     rows = rows.to(LORA_DTYPE)
-    total = target.to(LORA_DTYPE)  # the same tensor, where the model is in float32
+    total = target.to(LORA_DTYPE)  # the target itself, if the model is in float32
     offset = 0
     for a, b in parts:
         total[:, offset : offset + len(b)].addmm_(torch.mm(rows, a.t()), b.t(), alpha=scale)
         offset += len(b)
     if total is not target:
-        target.copy_(total)  # summed in float32, then rounded once
+        target.copy_(total)  # the sum in float32 is rounded once
 
 
 def _add_packed(target: torch.Tensor, rows: torch.Tensor, packed: _Packed, scale: float, scratch: _Scratch) -> None:
@@ -227,10 +230,10 @@ def _buffers(rows: torch.Tensor, packed: _Packed) -> _Buffers:
 
 
 def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, ...], slot: int) -> _Packed:
-    """The matrices of all slices of a layer.
+    """The packed matrices of all slices of a layer.
 
-    They are kept as an attribute of the first stack, since the op is given nothing else that belongs to the layer, and
-    packed again after a write to any of the stacks, which torch counts.
+    They are kept as an attribute of the first stack, since the op is given no other object of the layer. They are
+    packed again after any of the stacks was written to, which torch counts (_version).
     """
     holder: Any = a_stacked[0]
     writes = tuple(stack._version for stack in (*a_stacked, *b_stacked))
@@ -244,7 +247,7 @@ def _packed(a_stacked: tuple[torch.Tensor, ...], b_stacked: tuple[torch.Tensor, 
 
 
 def forget_packed(a_stacked: tuple[torch.Tensor, ...]) -> None:
-    """Has the next product pack again what the slots of this layer hold."""
+    """Has the next product pack the slots of this layer anew."""
     vars(a_stacked[0]).pop("gleaner_packed", None)
 
 
@@ -252,7 +255,7 @@ def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
     slices, rank = len(a_parts), len(a_parts[0])
     apart = slices * rank > _PACKED_COLUMNS and all(len(b) % _PACKED_OUTPUTS == 0 for b in b_parts)
     of_one_product = 1 if apart else slices
-    in_blocks: Any = torch.block_diag  # carries no annotations
+    in_blocks: Any = torch.block_diag  # the function carries no annotations
     matrices = []
     for start in range(0, slices, of_one_product):
         a = torch.cat(a_parts[start : start + of_one_product])
@@ -270,12 +273,12 @@ def _pack(a_parts: list[torch.Tensor], b_parts: list[torch.Tensor]) -> _Packed:
 
 def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> bool:
     return (
-        x.dtype == torch.bfloat16  # first: in a float32 model nothing else is asked
+        x.dtype == torch.bfloat16  # comes first, so that a float32 model costs no more checks
         and len(x) > 0
         and x.is_contiguous()
         and x.shape[1] % _PACKED_COLUMNS == 0
         and sum(widths) % _PACKED_OUTPUTS == 0
-        # Of tensors made in inference mode, which vLLM's slots are not, torch does not count the writes.
+        # torch does not count the writes to tensors made in inference mode; vLLM's slots are not.
         and not slots.is_inference()
         and _bfloat16_is_fast()
     )
@@ -283,17 +286,17 @@ def _packs(x: torch.Tensor, slots: torch.Tensor, widths: tuple[int, ...]) -> boo
 
 @cache
 def _bfloat16_is_fast() -> bool:
-    """Whether the processor multiplies in bfloat16, and this vLLM has the kernel for packed weights."""
+    """Whether the processor has bfloat16 instructions, and this vLLM the kernel for packed weights."""
     return bool(torch.cpu.get_capabilities().get("avx512_bf16")) and hasattr(torch.ops._C, "weight_packed_linear")
 
 
 def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float:
-    """Largest difference from a dense computation, on a batch of two adapters and rows without one, of a layer whose
-    inputs and outputs have that type."""
+    """The op's greatest difference from a dense computation, on a batch with two adapters and rows without adapter, for
+    a layer with inputs and outputs in `dtype`."""
     from vllm.lora.layers import LoRAMapping
 
     width_in, widths, rank = 32, (12, 20), 8
-    # Adapter id of each row, 0 = none. vLLM's packed kernel computes more than 4 rows in another way than fewer.
+    # Adapter id of each row; 0 means none. vLLM's packed kernel computes more than 4 rows in another way than fewer.
     ids = (0, 0, 7, 7, 7, 0, 3, 7, 3, 3, 3, 3, 3, 3)
     rows = len(ids)
     slot_of = {7: 0, 3: 1}
@@ -315,20 +318,20 @@ def _self_check(wrapper_class: Any, dtype: torch.dtype = torch.float32) -> float
     return float((y.double() - expected).abs().max())
 
 
-# RMSNorm on a CPU by the kernel that vLLM has for it and takes on cards only.
+# RMSNorm on a CPU by vLLM's own kernel, which vLLM itself uses on cards only.
 #
-# vLLM's other way is up to eleven operations of torch, for a small model a tenth of an engine step. In 16 bits that way
-# rounds where transformers does, before the weight, and so where the learner does. The kernel does not: there it
-# computes in float32 and without a weight, and what rounds stands here. vLLM 0.33 says that it takes this way of
-# choosing kernels out in 0.34.
+# On a CPU vLLM uses up to eleven operations of torch instead, for a small model a tenth of an engine step. In 16 bits
+# these round before the multiplication with the weight, as transformers and so the learner do. The kernel does not. So
+# in 16 bits the kernel computes in float32 without a weight, and the code here rounds and multiplies. vLLM 0.33 says
+# that version 0.34 will drop this way of choosing kernels.
 
 PROVIDER = "gleaner_cpu"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-PRIORITY = dict.fromkeys(("rms_norm", "fused_add_rms_norm"), PROVIDER)  # of vllm.EngineArgs, ir_op_priority
+PRIORITY = dict.fromkeys(("rms_norm", "fused_add_rms_norm"), PROVIDER)  # for ir_op_priority of vllm.EngineArgs
 
 
 def install_cpu_norm() -> None:
-    """Makes the kernel known to vLLM in this process, for engines that are started with PRIORITY."""
+    """Registers the kernel with vLLM in this process, for engines that are started with PRIORITY."""
     from vllm.ir.op import IrOp
     from vllm.platforms import current_platform
 
@@ -379,25 +382,26 @@ def _fits_sum(
 
 
 def _in_rows(x: Tensor) -> bool:
-    """The kernel takes its rows to lie one behind the other, and to be of whole vectors (16 numbers with AVX-512)."""
+    """Whether x is laid out as the kernel assumes: contiguous rows of whole vectors (16 numbers with AVX-512)."""
     return x.is_contiguous() and x.shape[-1] % 16 == 0
 
 
-# Sampling on a CPU with one random number for a token, rather than one for each entry of the vocabulary.
+# Sampling on a CPU with one random number for each token, instead of one for each entry of the vocabulary.
 #
-# vLLM takes the largest of the logits plus Gumbel noise, two logarithms for each entry: a tenth of an engine step of
-# SmolLM2-135M, whose vocabulary has 49,152. Here the token is where the cumulative probabilities pass a number that is
-# uniform in [0, 1) (inversion: Devroye, Non-Uniform Random Variate Generation, 1986, chapter III.2). The sums are of
-# float32 probabilities in float64.
+# vLLM takes the largest of the logits plus Gumbel noise, which needs two logarithms for each entry: a tenth of an
+# engine step of SmolLM2-135M, whose vocabulary has 49,152 entries. Here the sampled token is the one at which the
+# cumulative probability passes a number that is uniform in [0, 1) (inversion: Devroye, Non-Uniform Random Variate
+# Generation, 1986, chapter III.2). float32 probabilities are summed in float64.
 
-# Entries that are summed before their sums are searched: of 49,152 a search in 384 sums, then in 128 entries.
+# Entries in a block. The sums of blocks are searched first, then the block: of 49,152 entries 384 sums, then 128
+# entries.
 _BLOCK = 128
-_SMALL = 1024  # entries up to which one sum after the other is no slower
-_BELOW_1 = torch.tensor(1 - 2**-52, dtype=torch.float64)  # so that a product with it is not rounded to the other factor
+_SMALL = 1024  # vocabulary up to which a search without blocks is no slower
+_BELOW_1 = torch.tensor(1 - 2**-52, dtype=torch.float64)  # the product of x with this number is less than x
 
 
 def install_cpu_sampling() -> None:
-    """For every engine of this process."""
+    """Replaces vLLM's sampling on a CPU for every engine of this process."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     sampler: Any = topk_topp_sampler.TopKTopPSampler
@@ -413,7 +417,7 @@ def install_cpu_sampling() -> None:
             kept = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
             logprobs = kept.log_softmax(dim=-1, dtype=torch.float32)
             uniform = torch.rand(len(logits), 1, dtype=torch.float64)
-            rows = uniform.unbind()  # once: each look at a row by its number takes as long as its random number
+            rows = uniform.unbind()  # done once, since indexing a row takes as long as drawing its random number
             for row, generator in generators.items():
                 rows[row].uniform_(generator=generator)
             return draw(logprobs, uniform), logprobs if self.logprobs_mode == "processed_logprobs" else None
@@ -423,9 +427,9 @@ def install_cpu_sampling() -> None:
 
 
 def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """The token of each row [rows] by its logprobs [rows, vocabulary], for numbers of [0, 1) [rows, 1] in float64.
+    """[rows] the tokens drawn from logprobs [rows, vocabulary] with uniform numbers [rows, 1] in [0, 1), float64.
 
-    A token of probability 0 is never drawn. Of a row with NaN some token is.
+    A token of probability 0 is never drawn. From a row with NaN some token is drawn.
     """
     probabilities = logprobs.exp()
     vocabulary = probabilities.shape[1]
@@ -444,16 +448,16 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     missing = entries >= vocabulary
     within = probabilities.gather(1, entries.clamp_(max=vocabulary - 1)).masked_fill_(missing, 0.0)
     inner = within.cumsum(-1, dtype=torch.float64)
-    # The block's own sum, in float32, may be above that of its entries in float64.
+    # The block's sum in float32 may exceed the sum of its entries in float64.
     point = torch.minimum(point, _BELOW_1 * inner[:, -1:])
     return entries.gather(1, torch.searchsorted(inner, point, right=True).clamp_(max=_BLOCK - 1)).squeeze(1)
 
 
-# What is changed of vLLM's CPU build in each process that computes with it: the engine's, and one of each shard.
-
-
 def prepare_cpu_process() -> None:
-    """To be called before the model is made. A second call changes nothing."""
+    """Makes all changes of this module in a process that computes: the engine's, or that of a shard.
+
+    To be called before the model is built. A second call changes nothing.
+    """
     ask_for_amx()
     install_fast_cpu_lora()
     serve_experts()

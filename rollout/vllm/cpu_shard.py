@@ -1,4 +1,4 @@
-"""vLLM's worker of one shard on a CPU. In a process that vLLM starts, so what gleaner changes is changed here again."""
+"""vLLM's worker of one shard on a CPU. vLLM starts its process, so gleaner's changes of vLLM are made there again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.vllm.cpu import prepare_cpu_process
 
 
 class CpuShard(CPUWorker):
-    """As vLLM's, with what rollout.vllm.cpu changes."""
+    """vLLM's CPUWorker in a process with the changes of rollout.vllm.cpu."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         prepare_cpu_process()

@@ -1,4 +1,7 @@
-"""vLLM as an Engine: one LLMEngine in this process, owned by one thread."""
+"""VllmEngine, the Engine of a real run: one LLMEngine of vLLM in the generator's process, owned by one thread.
+
+Calls of VllmEngine become commands. EngineThread takes them from its inbox; Turns executes them, and steps the engine.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from rollout.vllm.environment import check_env
 from rollout.vllm.policies import Policies
 from rollout.vllm.read_back import lost_shard, peak_of, settle_ends
 
-# Room on a card for a model that is about to be loaded, once whoever held it before has let go.
+# Before a model is loaded, the memory of the card must be free, which a lost generator may not have released yet.
 
 PATIENCE_S, EVERY_S = 60.0, 0.2
 
@@ -51,7 +54,7 @@ def wait_for_room(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Returns once so many bytes are free, which free() says. Raises EngineError after a minute."""
+    """Waits until free() returns at least `needed` bytes. Raises EngineError after PATIENCE_S seconds."""
     deadline = now() + PATIENCE_S
     while (there := free()) < needed:
         if now() > deadline:
@@ -63,12 +66,16 @@ def wait_for_room(
         sleep(EVERY_S)
 
 
-# What callers ask of the engine's thread; each command holds the future of its answer.
+# Commands to the engine's thread. Each holds the future of its answer.
 
 
 @dataclass(slots=True)
 class Request:
-    """generate or probe. read: vLLM's output and the version that the request began with -> the answer."""
+    """The command for Engine.generate and Engine.probe.
+
+    read: (vLLM's output, version of the policy that the request began with) -> the answer. adapter: that policy; None
+    until the request is in the engine.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -80,16 +87,16 @@ class Request:
 
 @dataclass(slots=True)
 class Load:
-    """A new policy."""
+    """The command for Engine.load_adapter and Engine.load_weights."""
 
     staged: Resident
-    weights: Weights | None = None  # an adapter lies in its folder
+    weights: Weights | None = None  # None for an adapter, which lies in the folder of `staged`
     answer: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(slots=True)
 class Rest:
-    """sleep(), or with asleep=False wake()."""
+    """The command for Engine.sleep, or with asleep=False for Engine.wake."""
 
     asleep: bool
     answer: Future[Any] = field(default_factory=Future)
@@ -97,21 +104,21 @@ class Rest:
 
 @dataclass(slots=True)
 class Read:
-    """held()."""
+    """The command for Engine.held."""
 
     answer: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(slots=True)
 class Peak:
-    """peak_memory(), of several processes."""
+    """The command for Engine.peak_memory of an engine with several shards."""
 
     answer: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(slots=True)
 class Share:
-    """share_base()."""
+    """The command for Engine.share_base."""
 
     answer: Future[Any] = field(default_factory=Future)
 
@@ -119,11 +126,11 @@ class Share:
 Command = Request | Load | Read | Peak | Rest | Share
 
 
-# What the engine's thread does in one turn: execute commands in order, one engine step, answer finished requests.
-
-
 class Turns:
-    """backlog: commands that wait for their turn. running: requests in the engine, by id."""
+    """What the engine's thread does: execute commands in order, step the engine, answer finished requests.
+
+    backlog: commands that are not executed yet. running: requests in the engine, by id.
+    """
 
     def __init__(self, engine: Any, settings: EngineSettings, window: AdapterWindow) -> None:
         self.engine = engine
@@ -134,11 +141,11 @@ class Turns:
 
     @property
     def idle(self) -> bool:
-        """Nothing is to be done until another command comes."""
+        """Whether there is nothing to do until another command comes."""
         return not self.backlog and not self.engine.has_unfinished_requests()
 
     def turn(self) -> None:
-        """Whatever commands can be executed, then one step of the engine."""
+        """Executes the commands that need not wait, then steps the engine once and answers finished requests."""
         while self.backlog and self._execute(self.backlog[0]):
             self.backlog.popleft()
         if self.engine.has_unfinished_requests():
@@ -151,23 +158,23 @@ class Turns:
             self._abort(request)
 
     def unanswered(self) -> Iterable[Command]:
-        """All that somebody waits for."""
+        """The commands that have no answer yet."""
         return [*self.running.values(), *self.backlog]
 
     def close(self) -> None:
-        """When the engine has ended."""
+        """Frees the memory of policies, after the engine has ended."""
         self._policies.close()
 
     def _abort(self, request: Request) -> None:
         self.engine.abort_request([request.id])
-        # vLLM forgets the children of an aborted request with n > 1, and keeps the parent with their output.
+        # vLLM removes the children of an aborted request with n > 1, but keeps the parent with their output.
         parents = self.engine.output_processor.parent_requests
         for name in [name for name, parent in parents.items() if parent.external_req_id == request.id]:
             del parents[name]
         self._release(request)
 
     def _execute(self, command: Command) -> bool:
-        """False if the command must wait for running requests; those behind it then wait too, in order."""
+        """Executes a command. False if it must wait for running requests; then later commands wait behind it."""
         try:
             if isinstance(command, Load):
                 if not self._policies.load(command.staged, command.weights, running=bool(self.running)):
@@ -187,7 +194,7 @@ class Turns:
                 settle(command.answer, self._share())
             elif not command.answer.cancelled():
                 self._add(command)
-        except (EngineError, ValueError) as error:  # this call's fault; anything else ends the engine
+        except (EngineError, ValueError) as error:  # an error of this command alone; any other ends the engine
             settle(command.answer, error)
         return True
 
@@ -202,7 +209,8 @@ class Turns:
         adapter = self._policies.newest()
         self.engine.add_request(
             request.id,
-            # The salt keeps versions apart in the prefix cache; with adapters their names do that as well.
+            # The salt keeps policy versions apart in the prefix cache. The names of adapters do so too; whole weights
+            # have none.
             {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{adapter.version}"},
             request.params,
             lora_request=lora_request(adapter) if self._adapters else None,
@@ -213,7 +221,7 @@ class Turns:
 
     def _finish(self, output: Any) -> None:
         request = self.running.get(output.request_id)
-        if request is None or not output.finished:  # an aborted request may still have had output in this step
+        if request is None or not output.finished:  # a request that was aborted may still have output in this step
             return
         assert request.adapter is not None, "a running request has an adapter"
         answer: Any
@@ -221,8 +229,8 @@ class Turns:
             answer = request.read(output, request.adapter.version)
         except EngineError as error:
             answer = error
-        # Not before read: should that fail in an unforeseen way, the request must be found among the running ones.
-        # Not after the answer: who has it may count on the adapter being free.
+        # The release comes after `read`, so that a request is among the running ones if `read` fails unexpectedly. It
+        # comes before the answer, so that the caller may count on the adapter being free.
         self._release(request)
         settle(request.answer, answer)
 
@@ -233,18 +241,18 @@ class Turns:
 
 
 def settle(answer: Future[Any], value: Any) -> None:
-    """Gives the caller its value, or raises it there if it is an exception."""
-    with suppress(InvalidStateError):  # the caller cancelled in the meantime and wants no answer
+    """Gives the caller of a command its value, or raises the value there if it is an exception."""
+    with suppress(InvalidStateError):  # the caller was cancelled meanwhile
         if isinstance(value, Exception):
             answer.set_exception(value)
         else:
             answer.set_result(value)
 
 
-# The thread that owns a vLLM LLMEngine: take commands; engine.step(); answer finished requests; and again.
+# The thread that owns the LLMEngine. It waits at its inbox when nothing is running.
 #
-# It sleeps on its inbox when nothing is running. Nothing else touches the LLMEngine, so a policy is loaded between two
-# steps and generation never pauses for one (but whole weights with in_flight "finish" wait until nothing is running).
+# No other thread touches the LLMEngine, so a policy is loaded between two steps, and generation does not pause for it.
+# Whole weights with in_flight "finish" are the exception: they wait until no request is running.
 
 log = logging.getLogger(__name__)
 
@@ -252,14 +260,14 @@ _CLOSE_TIMEOUT_S = 60.0
 
 
 class EngineThread:
-    """Runs commands in the order in which they come. The constructor blocks until the model is loaded.
+    """Runs commands in the order of their arrival. The constructor blocks until the model is loaded.
 
     Attributes:
-        window: the policy versions; its stage() may be called from any thread.
-        vocab_size: token ids are below it.
+        window: the policy versions that the engine holds; its stage() may be called from any thread.
+        vocab_size: size of the model's vocabulary; token ids are smaller.
 
     Raises:
-        Exception: whatever vLLM raised at its start.
+        Exception: whatever vLLM raises while the engine is built.
     """
 
     def __init__(self, settings: EngineSettings, arguments: dict[str, Any]) -> None:
@@ -267,7 +275,7 @@ class EngineThread:
         self.vocab_size = 0
         self._settings = settings
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # a call is either seen by the thread or refused, never lost in between
+        self._lock = threading.Lock()  # so that a call is either seen by the thread or refused, and never lost
         self._end: Callable[[], EngineError] | None = None
         self._closing = False
         started: Future[None] = Future()
@@ -278,7 +286,7 @@ class EngineThread:
     # --- the callers' side -------------------------------------------------------------------------------------------
 
     async def call(self, command: Command) -> Any:
-        """The command's answer. Cancelling the call frees its slots in the engine."""
+        """Sends a command and waits for its answer. Cancelling the call ends its requests in the engine."""
         with self._lock:
             if self._end is not None:
                 raise self._end()
@@ -287,7 +295,7 @@ class EngineThread:
             return await asyncio.wrap_future(command.answer)
         except asyncio.CancelledError:
             command.answer.cancel()
-            self._inbox.put(None)  # wakes the thread, which then looks for what nobody wants to go on
+            self._inbox.put(None)  # wakes the thread, which then aborts cancelled requests
             raise
 
     async def close(self) -> None:
@@ -310,7 +318,7 @@ class EngineThread:
                 settle_ends(engine)
             self._turns = Turns(engine, self._settings, self.window)
             self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
-        except BaseException as error:  # raised again by the constructor
+        except BaseException as error:  # the constructor raises it again
             self.window.clear()
             started.set_exception(error)
             return
@@ -319,7 +327,7 @@ class EngineThread:
             while not self._closing:
                 self._turn()
             self._stop(lambda: EngineError("the engine was closed"))
-        except BaseException as error:  # whatever it is, nobody may be left waiting
+        except BaseException as error:  # whatever the error is, no caller may be left waiting
             log.exception("the engine thread died")
             cause = lost_shard(engine, self._settings.shards) or f"{type(error).__name__}: {error}"
             self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
@@ -332,7 +340,7 @@ class EngineThread:
         self._turns.turn()
 
     def _take(self, block: bool) -> None:
-        """Moves what has arrived to the backlog; with block, first waits for something to arrive."""
+        """Moves commands from the inbox to the backlog; with block, first waits until one arrives."""
         woken = False
         while block or not self._inbox.empty():
             command = self._inbox.get()
@@ -359,11 +367,11 @@ class VllmEngine:
     """An Engine on vLLM 0.31 to 0.33, CPU or CUDA. The constructor blocks until the model is loaded.
 
     Raises:
-        EngineError: the process was not started with rollout.vllm.environment.required_env.
-        EngineError: the card has not the room that the settings ask for.
+        EngineError: the process was not started with rollout.vllm.environment.required_env, or the card has less free
+            memory than settings.room.
         ValueError: the adapter rank is above every rank vLLM supports; nf4, sleeps, or fp8 without AVX-512 on a CPU;
-            in_flight "continue" on a vLLM that does not tell which version sampled a token (0.32 does, 0.31 not).
-        WrongInput: the model's files lack tensors, which vLLM would leave as the memory was, or hold others.
+            in_flight "continue" on a vLLM that does not say which version sampled a token (0.32 does, 0.31 does not).
+        WrongInput: the model's files lack tensors, which vLLM would leave uninitialised, or hold unknown ones.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -371,7 +379,7 @@ class VllmEngine:
 
         cuda = bool(current_platform.is_cuda())
         check_env(cuda, os.environ)
-        if settings.form:  # the other runner, vLLM's default on cards, has logits processors of another kind
+        if settings.form:  # runner V2, vLLM's default on cards, has logits processors of another kind
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         arguments = engine_arguments(settings, cuda)
         here = check_fit(settings.model)
@@ -387,11 +395,11 @@ class VllmEngine:
         self._ids = itertools.count()
         self._read = read_continued if settings.in_flight == "continue" else read_completions
         self._thread = EngineThread(settings, arguments)
-        if not here:  # vLLM has brought the files, which nobody has looked at yet
+        if not here:  # the files were downloaded by vLLM just now, so they could not be checked before
             check_model(settings.model)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """See Engine.generate. Cancelling the call frees its slots in the engine, too, and leaves nothing of it."""
+        """See Engine.generate. Cancelling the call also ends its requests in the engine."""
         prompt = checked_prompt(prompt_ids, sampling.max_tokens, self._settings.max_model_len, self._thread.vocab_size)
         params = completion_params(sampling, self._settings.stop_ids, self._settings.stop, self._settings.form)
         request = Request(f"r{next(self._ids)}", prompt, params, self._read)
@@ -408,7 +416,7 @@ class VllmEngine:
         return logprobs
 
     async def held(self) -> Held:
-        """See Engine.held. It waits for the current step and for nothing else."""
+        """See Engine.held. The call waits for the current step and for nothing else."""
         held: Held = await self._thread.call(Read())
         return held
 
@@ -420,8 +428,8 @@ class VllmEngine:
         return peak
 
     async def load_adapter(self, adapter: Adapter) -> str:
-        """See Engine.load_adapter. With in_flight "finish" it waits, and lets later calls wait behind it, while every
-        version is in use; with "continue" it waits for the current step only."""
+        """See Engine.load_adapter. With in_flight "finish" the call waits while every version is in use, and later
+        calls wait behind it; with "continue" it waits for the current step only."""
         staged = await asyncio.to_thread(self._thread.window.stage, adapter)
         digest: str = await self._thread.call(Load(staged))
         return digest
@@ -433,7 +441,7 @@ class VllmEngine:
         return digest
 
     async def share_base(self) -> Manifest:
-        """See Engine.share_base. It waits for the current step; on a CPU it reads every weight, for their digests."""
+        """See Engine.share_base. The call waits for the current step; on a CPU it reads all weights, for digests."""
         manifest: Manifest = await self._thread.call(Share())
         return manifest
 

@@ -1,5 +1,5 @@
-"""The environment of a generator process. It must be set before that process imports torch, so a launcher
-(Ray's runtime_env, or the shell) sets it; hence no vllm and no torch here."""
+"""The environment variables of a generator's process. They must be set before the process imports torch, so a launcher
+(Ray's runtime_env, or the shell) sets them. Therefore this module imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Mapping
 
 from rollout.types import EngineError
 
-# Wrong values of these break correctness or speed without a message; of the others only the presence is checked,
-# so that a launcher may give an engine more threads or another log level.
+# Wrong values of these variables silently break correctness or speed. The others need only be present, so that a
+# launcher may give an engine more threads or another log level.
 _EXACT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE")
 
 
 def required_env(cuda: bool) -> dict[str, str]:
     """Variables and values for a process that will hold a VllmEngine.
 
-    cuda: the engine will run on an NVIDIA device. Then TORCH_COMPILE_DISABLE must not be set at all.
+    cuda: whether the engine will run on an NVIDIA device; then TORCH_COMPILE_DISABLE must not be set at all.
     """
     env = {
-        # One process per engine: adapters pass by memory, and killing the actor leaves nothing behind.
+        # The engine runs in this process: adapters pass by memory, and killing the actor leaves no process behind.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # vLLM makes process groups, of this one process; their ports, which ask for no token, stay on this machine.
+        # vLLM makes process groups of this one process. Their ports ask for no token, so they stay on this machine.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -31,14 +31,14 @@ def required_env(cuda: bool) -> dict[str, str]:
     return env | {
         # vLLM compiles one logprob helper even in eager mode: 10 s of g++ at the first request.
         "TORCH_COMPILE_DISABLE": "1",
-        # vLLM makes torch.set_num_threads a no-op, so this is the only way; spinning OpenMP threads on a busy box
-        # cost 10 times. A launcher that gives the engine k idle cores sets k.
+        # vLLM makes torch.set_num_threads a no-op, so only this variable sets the threads. Spinning OpenMP threads on a
+        # busy machine made it 10 times slower. A launcher that gives the engine k idle cores sets k.
         "OMP_NUM_THREADS": "1",
-        # oneDNN keeps a kernel, and its memory, of each shape that it has met, 1,024 of them unless told otherwise: in
-        # thousands of steps, whose batches have all numbers of tokens, a generator grew by 150 MB.
+        # oneDNN keeps a kernel and its memory for each shape that it has met, 1,024 of them by default. Over thousands
+        # of steps, whose batches have all numbers of tokens, a generator grew by 150 MB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a line about NUMA at every start
-        # Two engines with "auto" pin themselves to the same cores.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # avoids a line about NUMA at every start
+        # With "auto" two engines would pin themselves to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
 

@@ -1,4 +1,7 @@
-"""The policies of a running LLMEngine, and its sleep, in which it has none. For the engine's own thread only."""
+"""Loads policies into a running LLMEngine, and puts the engine to sleep and wakes it again.
+
+Only the engine's own thread (rollout.vllm.engine) calls these functions, between two steps.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from rollout.vllm.convert import AdapterWindow, Resident, lora_request
 from rollout.vllm.read_back import held_by
 from rollout.weights import WeightsFile, WeightsReader, unpack
 
-# vLLM's sleep level 1, for two roles that take turns on one card. Only the engine's own thread calls these.
+# Sleep, for a generator and a learner that take turns on one card: vLLM's sleep level 1.
 #
-# What is relied on (read in vLLM 0.32, cumem.py and gpu_worker.py; run on an H200): weights and LoRA slots come from
-# one memory pool, which level 1 copies to pinned host memory and unmaps; the KV cache is unmapped and forgotten.
-# wake_up() maps both at the same addresses and copies the first back, so CUDA graphs stay valid. The CUDA context
-# stays.
+# The code relies on this (read in vLLM 0.32, cumem.py and gpu_worker.py; run on an H200): weights and LoRA slots come
+# from one memory pool, which level 1 copies to pinned host memory and unmaps; the KV cache is unmapped and lost.
+# wake_up() maps both at the same addresses and copies weights and slots back, so CUDA graphs stay valid. The CUDA
+# context keeps its memory.
 
 
 def sleep(engine: Any, window: AdapterWindow, adapters: bool) -> Held | None:
-    """Frees the device memory; nothing may be running, since vLLM would drop it without an answer.
+    """Frees the device memory. No request may be running, since vLLM would drop it without an answer.
 
-    Returns the newest adapter as it lay in its slot, for wake; None for whole weights (gigabytes, and the next policy
-    that is delivered is read back anyhow) or before the first policy.
+    Returns the digests of the newest adapter in its slot, for `wake` to compare. None before the first policy, and for
+    whole weights: they are gigabytes, and the next policy that is delivered is read back anyhow.
     """
     newest = window.newest
     held = held_by(engine, newest, adapters) if adapters and newest else None
@@ -31,10 +34,10 @@ def sleep(engine: Any, window: AdapterWindow, adapters: bool) -> Held | None:
 
 
 def wake(engine: Any, window: AdapterWindow, before: Held | None) -> None:
-    """Device memory back, an empty prefix cache, and the newest adapter loaded again (before: what sleep returned).
+    """Takes the device memory again, empties the prefix cache, and loads the newest adapter again.
 
-    Raises RuntimeError, which ends the engine, if vLLM keeps the blocks of a cache whose content is gone, or if the
-    adapter is not what it was.
+    before: what `sleep` returned. Raises RuntimeError, which ends the engine, if vLLM keeps prefix cache blocks whose
+    content is gone, or if the tensors of the adapter differ from `before`.
     """
     engine.wake_up()
     if not engine.reset_prefix_cache():
@@ -42,7 +45,7 @@ def wake(engine: Any, window: AdapterWindow, before: Held | None) -> None:
     newest = window.newest
     if before is None or newest is None:
         return
-    # Slots that came back wrong from a level-1 sleep are on record (vllm issue 53888), hence none is trusted.
+    # Slots have come back wrong from a level-1 sleep (vllm issue 53888), so all adapters are removed.
     for resident in window.residents:
         engine.remove_lora(resident.lora_id)
         if resident is not newest:
@@ -52,17 +55,15 @@ def wake(engine: Any, window: AdapterWindow, before: Held | None) -> None:
         raise RuntimeError(f"wake: the tensors of adapter v{newest.version} are not those that went to sleep")
 
 
-# Loads a new policy into a running LLMEngine: as one more adapter, in place of the adapter there, or as whole weights.
-#
-# Only the engine's own thread calls these, between two steps.
+# Three ways to load a policy: as one more adapter, in place of the present adapter, or as whole weights.
 
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
-    """Makes the staged adapter the newest; False if every resident one is in use.
+    """Makes the staged adapter the newest; False if the window is full and every adapter in it is in use.
 
-    Raises EngineError, or EngineError if vLLM did not keep it.
+    Raises EngineError (see AdapterWindow.check), also if vLLM refuses the adapter or does not keep it.
     """
     window.check(staged)
     if not _make_room(engine, window):
@@ -73,12 +74,13 @@ def load_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> bool:
 
 
 def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> None:
-    """Puts the staged adapter in the place of the one there is; running requests go on under it.
+    """Puts the staged adapter in the place of the present one; running requests go on under the new one.
 
-    Their keys and values stay (PipelineRL, Piché et al. 2025): nothing is computed twice, and each recorded logprob is
-    that of the distribution really sampled, which is not quite the new policy's own given the same tokens.
+    The KV cache of running requests is kept (PipelineRL, Piché et al. 2025), so nothing is computed twice. Each
+    recorded logprob is that of the distribution which was sampled; given the same tokens, the new policy alone would
+    have a slightly different one.
 
-    Raises as load_adapter; the adapter there is then stays in force.
+    Raises EngineError as load_adapter does; then the present adapter stays in force.
     """
     window.check(staged)
     _put(engine, staged, in_place=True)
@@ -95,7 +97,8 @@ def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
 
 
 def _make_room(engine: Any, window: AdapterWindow) -> bool:
-    """Drops the oldest unused version if the window is full. vLLM's own LRU could drop one that is in use."""
+    """Drops the oldest unused version if the window is full; False if there is none. vLLM's own LRU might drop a
+    version that is in use."""
     if not window.is_full():
         return True
     evictable = window.evictable()
@@ -109,18 +112,20 @@ def _make_room(engine: Any, window: AdapterWindow) -> bool:
 def load_weights(
     engine: Any, window: AdapterWindow, staged: Resident, source: bytes | memoryview | WeightsInFile
 ) -> None:
-    """Puts the staged weights (safetensors) in the place of those of the same names; the others stay.
+    """Replaces the model's weights that the staged ones name; the other weights stay.
 
-    source: for an engine in this process they are in its memory; for one of several processes, where each finds them.
+    source: the safetensors bytes for an engine in this process; for one with several shards, where each process finds
+    them.
 
-    Requests that run go on under them as replace_adapter says. Cached keys and values are the old weights', and only
-    requests that began under those find them: each prompt carries its version (EngineThread).
+    Running requests go on under the new weights as replace_adapter says. The prefix cache holds keys and values of the
+    old weights, and only requests that began under the old version find them, since the version is part of each
+    prompt's cache salt (Turns).
 
-    Raises EngineError if their version or names are wrong. Anything else that goes wrong leaves a model of two
-    versions, hence is a RuntimeError that ends the engine.
+    Raises EngineError if the version or the names are wrong. Any other error leaves a model of mixed versions, so it is
+    raised as a RuntimeError, which ends the engine.
     """
     window.check(staged)
-    if staged.keys:  # else Weights.unchanged
+    if staged.keys:  # there are none in Weights.unchanged
         load = _replace_from if isinstance(source, WeightsInFile) else _replace
         try:
             engine.collective_rpc(load, args=(source, staged.keys))
@@ -131,14 +136,15 @@ def load_weights(
 
 
 def _replace_from(worker: Any, place: WeightsInFile, names: frozenset[str]) -> None:
-    """Runs in each of several workers, which loads its part. vLLM's own way to them would send each a pickled copy."""
+    """Runs in each worker of an engine with several shards, which loads its part. The weights are mapped, since vLLM
+    would send each worker a pickled copy."""
     reader: WeightsReader = vars(worker).setdefault("gleaner_reader", WeightsReader())
     with reader.payload(place) as payload:
         _replace(worker, payload, names)
 
 
 def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) -> None:
-    """Runs in vLLM's worker."""
+    """Runs in vLLM's worker: loads the weights, and renews the repacked copy of the output embedding on a CPU."""
     worker.reload_weights(weights_iterator=unpack(payload), is_checkpoint_format=True)
     model = worker.model_runner.get_model()
     head: Any = getattr(model, "lm_head", None)
@@ -146,24 +152,27 @@ def _replace(worker: Any, payload: bytes | memoryview, names: frozenset[str]) ->
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    # vLLM on a CPU computes with a repacked copy of the output embedding, which a reload does not renew where it is
-    # tied to the input embedding: it would go on with the old one, with no more than a line in the log.
+    # vLLM on a CPU computes with a repacked copy of the output embedding. A reload does not renew the copy of an output
+    # embedding that is tied to the input embedding: vLLM would go on with the old copy, and only log that.
     if model.config.tie_word_embeddings:
         head.weight = model.model.embed_tokens.weight
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 class Policies:
-    """window: the versions that the engine holds."""
+    """The policies of one engine: loads them, reads the newest back, and knows whether the engine sleeps.
+
+    window: the policy versions that the engine holds.
+    """
 
     def __init__(self, engine: Any, settings: EngineSettings, window: AdapterWindow) -> None:
         self._engine, self._settings, self._window = engine, settings, window
         self._asleep = False
-        self._slept: Held | None = None  # the newest adapter, when it went to sleep
-        self._copies = WeightsFile(places=1)  # of weights that came through Ray's object store
+        self._slept: Held | None = None  # digests of the newest adapter when the engine went to sleep
+        self._copies = WeightsFile(places=1)  # for weights that came through Ray's object store, to be read by shards
 
     def newest(self) -> Resident:
-        """What requests are to be answered with. Raises EngineError, or NoAdapter before the first."""
+        """The policy for new requests. Raises NoAdapter before the first policy, EngineError while asleep."""
         self._require_awake()
         newest = self._window.newest
         if newest is None:
@@ -171,13 +180,13 @@ class Policies:
         return newest
 
     def held(self) -> Held:
-        """The tensors in use, of the newest."""
+        """The newest policy, read back from the tensors in use. Raises as `newest`."""
         return held_by(self._engine, self.newest(), adapters=self._settings.max_lora_rank > 0)
 
     def load(self, staged: Resident, weights: Weights | None, *, running: bool) -> bool:
         """Makes a staged policy the newest; False if it must wait for requests that are running.
 
-        weights: None for an adapter, which lies in its folder. The newest once more changes nothing.
+        weights: None for an adapter, which lies in its folder. Loading the newest policy again changes nothing.
         """
         newest = self._window.newest
         try:
@@ -210,17 +219,17 @@ class Policies:
         return True
 
     def _source(self, weights: Weights) -> bytes | memoryview | WeightsInFile:
-        """Where the engine's processes find them."""
-        if self._settings.shards == 1:  # in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)
+        """Where the engine's processes find the weights."""
+        if self._settings.shards == 1:  # the engine is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)
             return weights.payload
         return weights.place or self._copies.copy(weights)
 
     def close(self) -> None:
-        """Lets go of memory, when the engine has ended."""
+        """Frees the memory of copied weights, after the engine has ended."""
         self._copies.close()
 
     def sleep(self, running: int) -> None:
-        """Frees the device memory; nothing happens if it is free already. running: requests."""
+        """See Engine.sleep. running: how many requests are running."""
         if self._asleep:
             return
         if not self._settings.sleeps:
@@ -231,7 +240,7 @@ class Policies:
         self._asleep = True
 
     def wake(self) -> None:
-        """Ends sleep()."""
+        """See Engine.wake."""
         if self._asleep:
             wake(self._engine, self._window, self._slept)
         self._asleep = False

@@ -1,8 +1,9 @@
-"""The policy read back from what vLLM computes with: the slots of its LoRA kernels, or its weights.
+"""Reads the policy back from the tensors that vLLM computes with: the slots of its LoRA kernels, or its weights. Also
+starts and ends the worker processes of an engine whose model is spread over several shards.
 
-Only the engine's own thread calls held_by, between two steps. The functions under it run in vLLM's workers: one in this
-process, or one in a process of its own for each shard, which then all read at the same time. Read in vLLM 0.32
-(lora/layers, layers/utils.py).
+Only the engine's own thread calls held_by, between two steps. The functions below it run in vLLM's workers: one worker
+in this process, or one process for each shard, which then all read at the same time. They rely on what was read in vLLM
+0.32 (lora/layers, layers/utils.py).
 """
 
 from __future__ import annotations
@@ -25,33 +26,35 @@ from rollout.vllm.convert import Resident
 from rollout.vllm.cpu import forget_packed
 from rollout.weights import columns_of, columns_read, digests_of
 
-# A model that is spread over several processes, a device each: vLLM's tensor parallelism, by its own executor.
+# A model spread over several worker processes, each with a device of its own: vLLM's tensor parallelism.
 #
-# The engine stays in the generator's process. Its workers hold the shards: of a layer that is split by its outputs the
-# rows of one process, of one that is split by its inputs the columns (Megatron-LM, Shoeybi et al. 2019, section 3). The
-# same goes for an adapter's B and A, of which the other one is whole in each process (S-LoRA, Sheng et al. 2023,
-# section 6). If one worker ends, vLLM ends the others, and each call of the engine fails from then on.
+# The engine stays in the generator's process. Each worker holds a shard: the rows of a layer that is split by its
+# outputs, the columns of a layer that is split by its inputs (Megatron-LM, Shoeybi et al. 2019, section 3). Of an
+# adapter on such a layer, B is split with the rows or A with the columns, and the other matrix is whole in each worker
+# (S-LoRA, Sheng et al. 2023, section 6). If one worker ends, vLLM ends the others, and all calls of the engine fail.
 
-SHARED_NAME = "VLLM_DIST_IDENT"  # in the environment of vLLM's workers on a CPU
+SHARED_NAME = "VLLM_DIST_IDENT"  # environment variable of vLLM's workers on a CPU: prefix of their shared memory
 THREADS, WARNINGS, TORCH_LOGS = "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCH_LOGS"
-# The last is set by vLLM on a CPU (libgomp, tcmalloc): reward processes would inherit it from this process, tcmalloc's
-# large reservations included.
+# vLLM on a CPU sets LD_PRELOAD (libgomp, tcmalloc). Reward processes would inherit it from this process, and with it
+# tcmalloc's large reservations.
 FOR_WORKERS = (THREADS, WARNINGS, TORCH_LOGS, "LD_PRELOAD")
-# Python's process that removes the shared memory of workers which were killed warns of each piece.
+# Python's resource tracker, which removes the shared memory of killed workers, warns of each piece.
 QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
-QUIET_TORCH = "-torch._library.triton"  # a CPU has no Triton, which it warns of
+QUIET_TORCH = "-torch._library.triton"  # torch warns of the missing Triton on a CPU
 
 
 def shard_arguments(shards: int, *, cuda: bool) -> dict[str, Any]:
-    """Keywords of vllm.EngineArgs."""
+    """Keyword arguments of vllm.EngineArgs for an engine with several shards."""
     arguments: dict[str, Any] = {"tensor_parallel_size": shards, "distributed_executor_backend": "mp"}
     return arguments if cuda else arguments | {"worker_cls": "rollout.vllm.cpu_shard.CpuShard"}
 
 
 @contextmanager
 def workers_environment(shards: int) -> Iterator[None]:
-    """Inside of it vLLM builds an engine, whose workers inherit this environment: each has its part of the compute
-    threads of this process. What vLLM sets for them is undone."""
+    """The environment in which vLLM builds an engine with shards and starts its workers, which inherit it.
+
+    Each worker gets its share of this process's compute threads. Afterwards the variables are what they were before.
+    """
     own = {name: os.environ.get(name) for name in FOR_WORKERS}
     if shards > 1:
         os.environ[THREADS] = str(max(1, int(own[THREADS] or 1) // shards))
@@ -67,11 +70,12 @@ def workers_environment(shards: int) -> Iterator[None]:
 
 
 def settle_ends(engine: Any) -> None:
-    """Once, after the engine is built: its workers end as soon as it does.
+    """Has the workers end as soon as the engine ends. To be called once, after the engine is built.
 
-    They are killed with this process, even if they are stopped or hang: vLLM's own way is a thread in each that reads a
-    pipe. And where the engine is closed they leave at once: they hold nothing but memory, and vLLM's clean-up of each
-    takes seconds. Hence the names of all memory that they share go now, when all have it: it ends with them.
+    The workers are killed with this process, even if they are stopped or hang; vLLM relies on a thread in each worker
+    that reads a pipe. When the engine is closed they exit at once, since they hold nothing but memory and vLLM's
+    clean-up takes seconds for each. So that no shared memory is left, its names are removed now, when all workers have
+    opened it.
     """
     engine.collective_rpc(_settle_end, args=(os.getpid(),))
     executor = engine.model_executor
@@ -80,7 +84,7 @@ def settle_ends(engine: Any) -> None:
 
 
 def lost_shard(engine: Any, shards: int) -> str:
-    """What an engine died of, if it was the end of one of its processes; else nothing."""
+    """The cause of an engine's end as a clause, if one of its processes ended; else ""."""
     executor = engine.model_executor
     if shards == 1 or not executor.is_failed:
         return ""
@@ -119,10 +123,9 @@ def _peak(_worker: Any) -> tuple[bool, float]:
 
 
 def whole_pair(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A [rank, in] and B [out, rank] of an adapted layer, put together from all shards. Each worker has to call this,
-    in the same order.
+    """A [rank, in] and B [out, rank] of an adapted layer, gathered from all shards. a, b: what this worker holds.
 
-    a, b: what this worker holds.
+    All workers must call this for the same layers in the same order.
     """
     if layer.tp_size == 1:
         return a, b
@@ -131,30 +134,30 @@ def whole_pair(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     if isinstance(layer, RowParallelLinearWithLoRA):
         return gather(a.contiguous(), 1), b
-    if not isinstance(layer, ColumnParallelLinearWithLoRA):  # whole in each worker
+    if not isinstance(layer, ColumnParallelLinearWithLoRA):  # the layer is whole in each worker
         return a, b
-    sizes: Any = layer.base_layer.output_partition_sizes  # several where layers are fused
+    sizes: Any = layer.base_layer.output_partition_sizes  # one size for each of the layers that are fused in this one
     fused_by_checkpoint = len(layer.lora_b_stacked) == 1
     parts = torch.split(b, sizes) if fused_by_checkpoint else (b,)
     return a, torch.cat([gather(rows.contiguous(), 0) for rows in parts])
 
 
 def agreed(found: list[Held]) -> Held:
-    """What all workers say; where they differ in what each has whole, a digest that is nobody's."""
+    """The answer in which all workers agree. A tensor whose digest differs between workers gets an invalid digest."""
     first, *others = found
     apart = {name for held in others for name in first.tensors if held.tensors.get(name) != first.tensors[name]}
     extra = {name for held in others for name in held.tensors.keys() - first.tensors.keys()}
     return Held(first.tensors | dict.fromkeys(apart | extra, "differs between shards"), first.unread)
 
 
-# Whole weights of a model that is spread over several processes: which part of a weight each
-# holds. Read in vLLM 0.32 (layers/linear.py, layers/vocab_parallel_embedding.py).
+# Which part of each weight a worker holds, when the model is spread over several. This was read in vLLM 0.32
+# (layers/linear.py, layers/vocab_parallel_embedding.py).
 
 
 class Spread(NamedTuple):
-    """Where the rows and columns of a weight that this worker holds lie in the whole of it.
+    """Which rows and columns of a whole weight [height, width] this worker holds.
 
-    rows: [R] int64, of the whole, which has `height` rows and `width` columns. column: the first here.
+    rows: [R] int64, indices of the rows. column: index of the first column.
     """
 
     rows: Tensor
@@ -163,53 +166,59 @@ class Spread(NamedTuple):
     column: int = 0
 
     def whole(self, values: Tensor, places: Tensor, count: int) -> Tensor:
-        """[height, count] of the whole weight, in host memory, from what each worker has of it. All workers have to
-        call this, in the same order.
+        """[height, count] columns of the whole weight in host memory, gathered from all workers.
 
-        values: [R, C]. places: [C] int64, the column of the result that each is.
+        values: [R, C], what this worker has of them. places: [C] int64, index of each of its columns in the result. All
+        workers must call this for the same weights in the same order.
         """
         from vllm.distributed import get_tp_group
 
         whole = torch.zeros(self.height, count, dtype=values.dtype)
         whole[self.rows[:, None], places] = values.cpu()
-        # Each byte comes from one worker and is zero in the others, so the sum is what that one has, bit for bit.
+        # Each byte comes from one worker and is zero in all others, so the sum is exactly that worker's byte.
         all_reduce(whole.view(torch.uint8), group=get_tp_group().cpu_group)
         return whole
 
 
 class Place(NamedTuple):
-    """Where a weight of the checkpoint is in this worker: in the rows `here` of a module's weight, which may be fused
-    of several. spread: None if that is the whole of it."""
+    """Where a worker holds a weight or bias of the checkpoint.
+
+    module: vLLM's module, in which several layers of the checkpoint may be fused. here: rows of the module's weight.
+    spread: which part of the whole weight these rows are; None if they are all of it.
+    """
 
     module: Any
     here: slice
     spread: Spread | None = None
 
     def bias(self) -> Tensor:
-        """[out], of the whole layer."""
-        own: Tensor = self.module.bias[self.here].to(self.module.weight.dtype)  # some CPU kernels take it in float32
+        """[out] bias of the whole layer."""
+        own: Tensor = self.module.bias[self.here].to(self.module.weight.dtype)  # float32 for some CPU kernels
         if self.spread is None:
             return own
         return self.spread.whole(own[:, None], torch.zeros(1, dtype=torch.int64), 1)[:, 0]
 
     def columns(self, version: int, width: int, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """[out, COLUMNS] of the whole weight: those that columns_of names.
+        """[out, COLUMNS]: the columns of the whole weight that columns_of chooses.
 
-        width: of the module's weight. read: some of its columns -> [all its rows, as many columns].
+        width: columns of the module's weight in this worker. read: [C] column indices -> these columns of the module's
+        weight, all of its rows.
         """
         if self.spread is None:
             return read(columns_of(version, width))[self.here]
         chosen = columns_of(version, self.spread.width) - self.spread.column
         found = (chosen >= 0) & (chosen < width)
-        own = self.module.weight.new_empty(len(self.spread.rows), 0)  # none of them is here
+        own = self.module.weight.new_empty(len(self.spread.rows), 0)  # for a worker that has none of the columns
         if found.any():
             own = read(chosen[found])[self.here]
         return self.spread.whole(own, found.nonzero()[:, 0], len(chosen))
 
 
 def place_of(module: Any, kind: str, part: int | None) -> Place | None:
-    """The place of a module's weight or bias (`kind`) as the checkpoint has it: part number `part` of those that are
-    fused in the module, or all of it. None if it is not known."""
+    """The place of a weight or bias (`kind`) of the checkpoint in a module of vLLM; None if it is not known.
+
+    part: index of the checkpoint's layer among the layers fused in the module; None if the module is that layer.
+    """
     sizes = getattr(module, "output_partition_sizes", ())
     first = sum(sizes[:part]) if part else 0
     here = slice(first, getattr(module, "org_vocab_size", None) if part is None else first + sizes[part])
@@ -218,7 +227,7 @@ def place_of(module: Any, kind: str, part: int | None) -> Place | None:
 
     if get_tp_group().world_size == 1 or getattr(module, "tp_size", 0) == 1:
         return Place(module, here)
-    if not hasattr(module, "tp_size"):  # a norm, the same in all workers; of heads that they divide it is a matrix
+    if not hasattr(module, "tp_size"):  # a norm, equal in all workers; a norm over divided heads is a matrix
         return Place(module, here) if module.weight.dim() == 1 else None
     kind_of_module = type(module)
     if kind_of_module in (vocab_parallel_embedding.VocabParallelEmbedding, vocab_parallel_embedding.ParallelLMHead):
@@ -238,14 +247,14 @@ def _of_vocabulary(embedding: Any) -> Spread:
 
 
 def _by_inputs(divided: Any) -> Spread:
-    """Of a layer whose inputs the workers divide."""
+    """The part of a layer whose inputs are divided among the workers."""
     column = divided.tp_rank * divided.input_size_per_partition
     return Spread(torch.arange(divided.output_size), divided.output_size, divided.input_size, column)
 
 
 def _by_outputs(divided: Any, parts: Iterable[int]) -> Spread:
-    """Of a layer whose outputs the workers divide, each of its parts by itself; of key and value heads each has its own
-    (rollout.architecture.check_shards)."""
+    """The part of a layer whose outputs are divided among the workers, each fused part by itself. Workers share no key
+    or value head (rollout.architecture.check_shards)."""
     rows, height = [], 0
     for part in parts:
         size = divided.output_partition_sizes[part]
@@ -260,7 +269,8 @@ Named = Iterator[tuple[str, Tensor]]
 def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
     """The newest policy as the engine holds it, an adapter or whole weights; tensors that it lacks are left out.
 
-    It costs a copy and a digest of each tensor, and where vLLM repacked weights for a CPU a prompt of COLUMNS tokens.
+    This costs a copy and a digest of each tensor. Where vLLM has repacked weights for a CPU, it also costs as much as a
+    prompt of COLUMNS tokens.
     """
     if not adapters:
         return agreed(engine.collective_rpc(_weights, args=(newest,)))
@@ -268,7 +278,8 @@ def held_by(engine: Any, newest: Resident, adapters: bool) -> Held:
 
 
 def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
-    """dtype: the model's, in which adapters are sent; a CPU's slots are float32 (rollout.vllm.cpu)."""
+    """Runs in a worker: reads an adapter back. dtype: the model's, in which adapters are sent, since LoRA slots on a
+    CPU are float32 (rollout.vllm.cpu)."""
     manager = worker.model_runner.lora_manager._adapter_manager
     if newest.lora_id not in manager.lora_index_to_id:
         return Held({})
@@ -286,7 +297,7 @@ def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
 
 
 def _keys_by_module(model: Any, keys: frozenset[str]) -> dict[str, dict[bool, str]]:
-    """vLLM's name of a module, before it fuses some -> whether it is A -> PEFT's name of the tensor."""
+    """Maps vLLM's name of a module before fusion to {True: PEFT's name of its A, False: PEFT's name of its B}."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     found: dict[str, dict[bool, str]] = {}
@@ -297,11 +308,11 @@ def _keys_by_module(model: Any, keys: frozenset[str]) -> dict[str, dict[bool, st
 
 
 def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int) -> Named:
-    """Each tensor of the adapter; and, under vLLM's name, whatever else in its slot would change the output."""
+    """Each tensor of the adapter in its slot, and under a name of its own whatever else there would change outputs."""
     for name, layer in manager.modules.items():
         if not _is_linear(layer):
             continue
-        forget_packed(layer.lora_a_stacked)  # so that products are of what is read here
+        forget_packed(layer.lora_a_stacked)  # so that later products use the very values that are read here
         parts = manager.packed_modules.get(name, [name])
         for part, stack_a, stack_b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
             a, b, used = stack_a[slot, 0], stack_b[slot, 0], rank if part in keys else 0
@@ -314,8 +325,8 @@ def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int)
 
 
 def _is_linear(layer: Any) -> bool:
-    """Whether its slots are pairs (A [slots, 1, rank, in], B [slots, 1, out, rank]), one for each layer fused in it.
-    Fused experts have others; so have embedding and head, which no adapter of ours touches."""
+    """Whether the layer's LoRA slots are pairs (A [slots, 1, rank, in], B [slots, 1, out, rank]), one for each layer
+    fused in it. Fused experts have other slots, as have embedding and head, which gleaner's adapters do not change."""
     stacks = getattr(layer, "lora_a_stacked", None)
     return isinstance(stacks, tuple) and all(stack.dim() == 4 and stack.shape[1] == 1 for stack in stacks)
 
@@ -323,7 +334,7 @@ def _is_linear(layer: Any) -> bool:
 def _weights(worker: Any, newest: Resident) -> Held:
     model = worker.model_runner.get_model()
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {key: _find(model, modules, key) for key in sorted(newest.keys)}  # one order in all workers
+    found = {key: _find(model, modules, key) for key in sorted(newest.keys)}  # sorted, so that all workers agree
     tensors = digests_of(
         item for key, place in found.items() if place for item in _values(model, key, place, newest.version)
     )
@@ -351,16 +362,16 @@ def _values(model: Any, key: str, place: Place, version: int) -> Named:
     if key.endswith(".bias"):
         yield key, place.bias()
         return
-    if weight.numel() == 0:  # vLLM has nothing but the copy that it repacked for a CPU
+    if weight.numel() == 0:  # vLLM has kept only the copy that it repacked for a CPU
         yield key, place.columns(version, _width(module), partial(_product, module))
         return
     if weight.dim() != 2:
         yield key, weight[place.here]
         return
     tied = bool(model.config.tie_word_embeddings) and key.endswith("embed_tokens.weight")
-    head: Any = getattr(model, "lm_head", module if tied else None)  # some models have no head but the embedding
+    head: Any = getattr(model, "lm_head", module if tied else None)  # in some models the embedding is the head
     width, of_head = weight.shape[1], None
-    if hasattr(head, "cpu_linear") and (tied or module is head):  # it was repacked, and kept what it was made from
+    if hasattr(head, "cpu_linear") and (tied or module is head):  # the head has a repacked copy beside its weight
         of_head = place.columns(version, width, partial(_product, head))
     if of_head is not None and not tied:
         yield key, of_head
@@ -372,8 +383,8 @@ def _values(model: Any, key: str, place: Place, version: int) -> Named:
 
 
 def _product(module: Any, columns: Tensor) -> Tensor:
-    """[rows, C] of what a kernel holds. A product with unit vectors is exact: each sum has one term that is not
-    zero."""
+    """[rows, C]: columns of the weight in a CPU kernel's repacked copy, read by products with unit vectors. These are
+    exact, since each sum has one term that is not zero."""
     weight = module.weight
     units = torch.zeros(len(columns), weight.shape[1] if weight.numel() else _width(module), dtype=weight.dtype)
     units[torch.arange(len(columns)), columns] = 1
@@ -382,11 +393,11 @@ def _product(module: Any, columns: Tensor) -> Tensor:
 
 
 def _width(module: Any) -> int:
-    """Inputs of a linear layer, as many as this worker has of them."""
+    """How many of a linear layer's inputs this worker has."""
     return int(getattr(module, "input_size_per_partition", module.input_size))
 
 
 def _renames(model: Any) -> Any:
-    """vLLM's names for those of the checkpoint, without its fusions; None if they are the same."""
+    """vLLM's mapper from the checkpoint's names to its own, before fusion; None if the names are the same."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()

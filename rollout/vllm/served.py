@@ -1,6 +1,6 @@
-"""python -m rollout.vllm.served MODEL ARGUMENTS...: vLLM's OpenAI-compatible server with these arguments, once the
-tensors of MODEL's files are known to be those of its config.json. For models of which that takes transformers, which
-vLLM imports anyway (rollout.data.weight_names)."""
+"""python -m rollout.vllm.served MODEL ARGUMENTS...: checks that the tensors of MODEL's files are those of its
+config.json, then starts vLLM's OpenAI-compatible server with these arguments. It is for models whose check needs
+transformers, which vLLM imports anyway (rollout.data.weight_names)."""
 
 import runpy
 import sys

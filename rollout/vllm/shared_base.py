@@ -1,7 +1,8 @@
-"""The base of an engine as one that the learner may map: a loader that records where each tensor goes, and the manifest
-of the loaded model (memory.layout: shared). On a CPU the parameters lie in files that others can map.
+"""Loads an engine's base model so that the learner can map it (memory.layout: shared).
 
-The names of vLLM that are used here are the same from 0.31 to 0.33.
+While vLLM loads the checkpoint, a recorder notes where each tensor goes (`recorded`). manifest_of then describes the
+loaded model. On a CPU the parameters are put into a file that other processes can map. The names of vLLM that are used
+here are the same from 0.31 to 0.33.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from rollout.types import (
 )
 from rollout.vllm.arguments import know_model
 
-# What vLLM knows of weights in 4 bits (quantization="bitsandbytes"): which bytes of a parameter are which matrix, and
-# their scales.
+# Weights in 4 bits (quantization="bitsandbytes"): which bytes of a parameter are which matrix, and where its scales
+# are.
 #
-# It quantises each tensor of the checkpoint by itself, as the learner would, and puts the packed bytes of those that it
-# fuses one after the other. It notes at the parameter where each begins (`bnb_shard_offsets`) and what it multiplies
-# out by (`bnb_quant_state`, bitsandbytes' QuantState), whose scales it un-nests as it loads: 0.5625 bytes a weight.
+# vLLM quantises each tensor of the checkpoint by itself, as the learner would, and puts the packed bytes of fused
+# tensors one after the other. The parameter has attributes that say where each tensor begins (`bnb_shard_offsets`) and
+# how it is dequantised (`bnb_quant_state`, bitsandbytes' QuantState). vLLM un-nests the scales while it loads: 0.5625
+# bytes a weight.
 
 _STATES, _OFFSETS = "bnb_quant_state", "bnb_shard_offsets"
 
@@ -49,9 +51,9 @@ _STATES, _OFFSETS = "bnb_quant_state", "bnb_shard_offsets"
 def quantised_of(
     parameters: Mapping[str, Any], views: Mapping[str, View]
 ) -> tuple[dict[str, Quantised], dict[str, str]]:
-    """(the matrices among the views that are in 4 bits, why others of them cannot be read), by the checkpoint's name.
+    """Returns (the formats of matrices in 4 bits, the reasons why others cannot be mapped), by name in the checkpoint.
 
-    parameters: of vLLM's model, by its names. The scales of a matrix are called as bitsandbytes calls them in a file.
+    parameters: vLLM's name of a parameter -> the parameter. Scales get the names that bitsandbytes uses in files.
     """
     found: dict[str, Quantised] = {}
     unknown: dict[str, str] = {}
@@ -69,7 +71,7 @@ def quantised_of(
 
 
 def state_of(parameters: Mapping[str, Any], view: View) -> Any:
-    """The QuantState by which vLLM multiplies out exactly these bytes of a parameter; None if there is none."""
+    """The QuantState by which vLLM dequantises exactly these bytes of a parameter; None if there is none."""
     parameter = parameters[view.parameter]
     states, offsets = getattr(parameter, _STATES, {}), getattr(parameter, _OFFSETS, None)
     starts = [] if offsets is None else offsets.tolist()
@@ -80,16 +82,20 @@ def state_of(parameters: Mapping[str, Any], view: View) -> Any:
     return None
 
 
-# Where an engine puts each tensor of a checkpoint, found by watching it load: no table of architectures is needed.
+# ViewRecorder finds where an engine puts each tensor of a checkpoint by watching the engine load it, so that no table
+# of architectures is needed.
 #
-# An engine fuses, splits and pads as it loads, always by copies from a tensor of the checkpoint into a parameter. If
-# all copies of a tensor follow one affine rule, the tensor can be read back as a strided view of the parameter; else it
-# is refused, and the reason kept.
+# An engine fuses, splits and pads tensors while it loads, always by copies from a tensor of the checkpoint into a
+# parameter. If all copies of a tensor follow one affine rule, the tensor is a strided view of the parameter; otherwise
+# the tensor is refused, and the reason is kept.
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of elements of a tensor into a parameter: both in elements from the first one's, strides alike."""
+    """A copy of elements of a tensor into a parameter.
+
+    source, target: offset of the first copied element in the tensor and in the parameter. All values are in elements.
+    """
 
     source: int
     shape: tuple[int, ...]
@@ -100,7 +106,7 @@ class Copy:
 
 @dataclass(slots=True)
 class _Source:
-    """A tensor of the checkpoint. copies: by the name of the parameter; spoilt: what was done to it afterwards."""
+    """A tensor of the checkpoint. copies: name of a parameter -> copies into it. spoilt: why it cannot be a view."""
 
     name: str
     shape: tuple[int, ...]
@@ -110,11 +116,11 @@ class _Source:
 
 
 class _Places:
-    """Tensors by the memory that they lie in."""
+    """Finds tensors by the memory that they lie in."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, int, str]]] = {}
-        # As long as such a reference lives, no other storage has the same number.
+        # While a weak reference to a storage lives, no other storage gets its number.
         self._alive: list[StorageWeakRef] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -123,7 +129,7 @@ class _Places:
         self._found.setdefault(storage._cdata, []).append((start, start + tensor.nbytes, name))
 
     def find(self, tensor: Tensor) -> tuple[str, int] | None:
-        """(name of the tensor that it is a part of, offset in elements from that tensor's first)."""
+        """Returns (name of the tensor of which this one is a part, offset in elements); None if there is none."""
         at, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
         for start, end, name in self._found.get(tensor.untyped_storage()._cdata, ()):
             if start <= at < end:
@@ -132,7 +138,7 @@ class _Places:
 
 
 class ViewRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside of it, what is copied from the tensors given to `source` into the parameters is noted."""
+    """A context that records all copies from tensors that were given to `source` into the parameters."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,7 +149,7 @@ class ViewRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._targets.add(name, parameter.detach())
 
     def source(self, name: str, tensor: Tensor) -> None:
-        """A tensor of the checkpoint that is about to be loaded."""
+        """Announces a tensor of the checkpoint that is about to be loaded."""
         self._places.add(name, tensor)
         self._sources[name] = _Source(name, tuple(tensor.shape), tensor.stride())
 
@@ -171,7 +177,7 @@ class ViewRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by.copies.setdefault(parameter, []).append(Copy(found[1], tuple(target.shape), *strides))
 
     def views(self) -> tuple[dict[str, View], dict[str, str]]:
-        """(view of each tensor by its name, why the others have none)."""
+        """Returns (the view of each tensor, the reason why a tensor has none), by name."""
         found: dict[str, View] = {}
         refused: dict[str, str] = {}
         for name, source in self._sources.items():
@@ -183,7 +189,7 @@ class ViewRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _view_of(source: _Source) -> View:
-    """Raises ValueError with the reason if there is none."""
+    """The view of a tensor. Raises ValueError with the reason if there is none."""
     if source.spoilt:
         raise ValueError(source.spoilt)
     if not source.copies:
@@ -196,15 +202,15 @@ def _view_of(source: _Source) -> View:
 
 
 def affine(shape: tuple[int, ...], strides: tuple[int, ...], copies: Sequence[Copy]) -> tuple[int, tuple[int, ...]]:
-    """(offset, strides) in the parameter, in elements, of a tensor that these copies have put there.
+    """Returns (offset, strides), in elements, at which these copies have put a tensor into the parameter.
 
-    Raises ValueError if no such rule holds for every element of the tensor.
+    shape, strides: of the tensor. Raises ValueError if no offset and strides are right for every element.
     """
-    copies = list({copy.source: copy for copy in copies}.values())  # loaded once more: the same again
+    copies = list({copy.source: copy for copy in copies}.values())  # a tensor may be loaded twice, in the same way
     if sum(_count(copy.shape) for copy in copies) != _count(shape):
         raise ValueError("not every element of it is copied, or some are in pieces that overlap")
     sizes = {stride: size for size, stride in zip(shape, strides, strict=True) if size > 1}
-    moved: dict[int, int] = {}  # a stride of the tensor -> of the parameter
+    moved: dict[int, int] = {}  # stride in the tensor -> stride in the parameter
     for copy in copies:
         first = _index(copy.source, sizes)
         for size, here, there in zip(copy.shape, copy.source_strides, copy.target_strides, strict=True):
@@ -225,7 +231,7 @@ def affine(shape: tuple[int, ...], strides: tuple[int, ...], copies: Sequence[Co
 
 
 def _index(position: int, sizes: dict[int, int]) -> dict[int, int]:
-    """Stride of a dimension -> the index along it of the element at this position of a tensor."""
+    """Maps the stride of each dimension to the index along it of the element at a position of a tensor."""
     found = {}
     for stride in sorted(sizes, reverse=True):
         found[stride], position = divmod(position, stride)
@@ -237,22 +243,22 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to past the last."""
+    """How many elements lie from the first one to past the last one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if _count(shape) else 0
 
 
-# Where vLLM would put each tensor of a checkpoint: its own loading code, run on a model and a checkpoint that have no
-# weights (torch's meta device). No engine is started, and nothing is read but names and shapes.
+# Where vLLM would put each tensor of a checkpoint, before any engine is started: vLLM's own loading code runs on a
+# model and a checkpoint without weights (torch's meta device). Only names and shapes are read.
 
 
 def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, View], dict[str, str]]:
-    """(view of each tensor by its name, why the others have none), as rollout.vllm.shared_base has them.
+    """Returns (the view of each tensor, the reason why a tensor has none), by name; see ViewRecorder.views.
 
-    stored: the names of the checkpoint's tensors, and their shapes. For a process that does nothing else: vLLM keeps
-    groups of processes, here of one, for as long as it lives.
+    stored: name of a tensor in the checkpoint -> its shape. To be called in a process of its own, since vLLM keeps the
+    process groups that it makes.
 
-    Raises what vLLM raises: where it cannot load the model, where that needs numbers, or without the device that it was
-    built for.
+    Raises what vLLM raises if it cannot load the model, if loading needs numbers, or if the device that vLLM was built
+    for is missing.
     """
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -261,7 +267,7 @@ def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tu
 
     name, revision = split(path)
     know_model(name, revision)
-    kind: Any = dtype  # vLLM lists the names that it takes
+    kind: Any = dtype  # vLLM's annotation is a list of literals
     args = EngineArgs(
         model=name, revision=revision, dtype=kind, trust_remote_code=False, enforce_eager=True, skip_tokenizer_init=True
     )
@@ -289,14 +295,15 @@ def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tu
     return recorder.views()
 
 
-_ATTRIBUTE = "gleaner_shared_base"  # of the model: where the loader leaves what it has recorded
+_ATTRIBUTE = "gleaner_shared_base"  # attribute of the model in which the loader leaves its Recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is known of the parameters, and of the scales of those in 4 bits, once the checkpoint is in them.
+    """What the loader has recorded of the parameters and of NF4 scales, right after the checkpoint was loaded.
 
-    files: that each lies in, on a CPU. addresses and digests: by the name of the piece.
+    files: name of a piece -> the file in which it lies, on a CPU. addresses, digests: of the pieces, by name. views,
+    refused, quantised, owner: see Manifest.
     """
 
     files: dict[str, SharedFile]
@@ -309,10 +316,10 @@ class Recorded:
 
 
 class _Recording(BaseModelLoader):
-    """What is put before a loader of vLLM's: it watches it."""
+    """A base class to be combined with one of vLLM's loaders: watches it, and leaves a Recorded at the model."""
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        parameters: dict[str, Any] = dict(model.named_parameters())  # one that is tied to another once
+        parameters: dict[str, Any] = dict(model.named_parameters())  # tied parameters are listed once
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         files = _in_a_file(parameters) if on_cpu else {}
         recorder = ViewRecorder(parameters.items())
@@ -335,11 +342,11 @@ class _Recording(BaseModelLoader):
 
 @contextmanager
 def recorded(load_format: str) -> Iterator[None]:
-    """Inside of it an engine that loads in this format leaves a manifest behind, and on a CPU computes with its weights
-    as they are.
+    """A context in which an engine that loads in this format leaves a Recorded at its model. On a CPU the engine also
+    computes with its weights as they are (plain_linear_layers).
 
-    A format of our own would not do: with quantization="bitsandbytes" vLLM takes the format of that name, whatever was
-    asked for.
+    vLLM's loader of the format is replaced. A load format with a name of its own would not do: with
+    quantization="bitsandbytes" vLLM takes the format of that name, whatever was asked for.
     """
     plain = type(get_model_loader(LoadConfig(load_format=load_format)))
     register_model_loader(load_format)(type(plain.__name__, (_Recording, plain), {}))
@@ -352,7 +359,7 @@ def recorded(load_format: str) -> Iterator[None]:
 
 @contextmanager
 def _watched(model: Any, recorder: ViewRecorder) -> Iterator[None]:
-    """Inside of it the recorder is told of each tensor that the model is given to load."""
+    """A context in which the recorder is told of each tensor that the model is given to load."""
     load = model.load_weights
 
     def noting(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -371,7 +378,7 @@ def _watched(model: Any, recorder: ViewRecorder) -> Iterator[None]:
 
 
 def _in_a_file(parameters: dict[str, Any]) -> dict[str, SharedFile]:
-    """Moves the parameters, which have no content yet, into a file."""
+    """Moves the parameters into a file, before they have any content."""
     file = SharedFile(parameter.data for parameter in parameters.values())
     for parameter in parameters.values():
         parameter.data = file.place(parameter.data)
@@ -379,7 +386,7 @@ def _in_a_file(parameters: dict[str, Any]) -> dict[str, SharedFile]:
 
 
 def _scales_in_a_file(states: dict[str, Any]) -> dict[str, SharedFile]:
-    """Moves the scales into another one: what vLLM multiplies with is made as it loads."""
+    """Moves the scales into another file, after loading, since vLLM makes them while it loads."""
     file = SharedFile(state.absmax for state in states.values())
     for state in states.values():
         state.absmax = file.place(state.absmax).copy_(state.absmax)
@@ -388,10 +395,10 @@ def _scales_in_a_file(states: dict[str, Any]) -> dict[str, SharedFile]:
 
 @contextmanager
 def plain_linear_layers() -> Iterator[None]:
-    """A model that is built inside of it computes on a CPU with its weights as they are.
+    """A context in which models are built that compute on a CPU with their weights as they are.
 
     vLLM's own kernels for a CPU (oneDNN, AMX) keep a repacked copy instead, which no other process could use. They are
-    faster, so a shared base on a CPU shows that it works, and saves memory, not time.
+    faster: a shared base on a CPU saves memory and costs time.
     """
     before = layer_utils.dispatch_cpu_unquantized_gemm
 
@@ -406,11 +413,12 @@ def plain_linear_layers() -> Iterator[None]:
 
 
 def manifest_of(engine: Any) -> Manifest:
-    """Of a running LLMEngine that was built inside of `recorded`; handles are made anew. For the engine's own thread.
+    """The Manifest, with fresh handles, of a running LLMEngine that was built within `recorded`. To be called by the
+    engine's own thread.
 
     A parameter that vLLM has moved or changed since it was loaded is left out, and the tensors in it are refused.
     """
-    # In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a function may be passed as it is.
+    # The worker is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a function can be passed.
     found: list[Manifest] = engine.collective_rpc(_manifest)
     return found[0]
 
@@ -444,8 +452,8 @@ def _manifest(worker: Any) -> Manifest:
 
 
 def _held(model: Any, recorded: Recorded) -> dict[str, Tensor]:
-    """What the model computes with now, by the name of the piece."""
-    # LoRA wraps layers: their parameters stay, one module further down.
+    """The tensors with which the model computes now, by the names of the pieces."""
+    # LoRA wraps layers, so that their parameters are one module further down.
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
     held: dict[str, Tensor] = {name: parameter.data for name, parameter in parameters.items()}
     states = {one.scales: state_of(parameters, recorded.views[name]) for name, one in recorded.quantised.items()}
@@ -453,7 +461,7 @@ def _held(model: Any, recorded: Recorded) -> dict[str, Tensor]:
 
 
 def _spoilt(name: str, recorded: Recorded, held: dict[str, Tensor], digests: dict[str, str]) -> str:
-    """Why nobody else can use a parameter as it was loaded; '' if all can."""
+    """Why another process cannot use a piece as it was loaded; "" if it can."""
     if name not in held or held[name].data_ptr() != recorded.addresses[name]:
         return f"vLLM has moved or repacked {name} since it was loaded"
     if digests[name] != recorded.digests[name]:

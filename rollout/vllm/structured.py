@@ -1,9 +1,9 @@
-"""Completions in a form that the user gives (rollout.structured_outputs): what may be sampled next.
+"""Restricts completions to a form that the user gives (rollout.structured_outputs), by a logits processor of vLLM.
 
-The form is compiled for a tokenizer by the library that vLLM compiles its own with, and a logits processor takes out
-what it does not allow. vLLM's own structured outputs take it out before the logprobs are taken: those would be of what
-is left, and the learner scores the whole distribution. Here it is done behind them, as for top_p
-(EngineSettings.truncates).
+xgrammar, which vLLM's own structured outputs use as well, compiles the form for a tokenizer. The logits processor then
+excludes the tokens that the form does not allow. vLLM's own structured outputs do so before logprobs are recorded,
+which would then be of the remaining tokens, while the learner's are of the whole distribution. This processor does so
+after logprobs are recorded, as top_p does (EngineSettings.truncates).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KEY = "rollout.structured_outputs"
 
 
 class Grammars:
-    """Those of one model.
+    """Compiles and keeps the forms for one model.
 
     Args:
         model: folder, hub name or name@revision.
-        vocabulary: of the model's output, entries.
+        vocabulary: how many logits the model has for a token.
     """
 
     def __init__(self, model: str, vocabulary: int) -> None:
@@ -38,10 +38,10 @@ class Grammars:
         self._compiled: dict[str, Any] = {}
 
     def matcher(self, form: str, stop_ids: Sequence[int]) -> Any:
-        """An xgrammar.GrammarMatcher at the begin of a completion.
+        """An xgrammar.GrammarMatcher at the beginning of a completion.
 
-        form: StructuredOutputs.form of rollout.config. stop_ids: tokens that end a completion, allowed where the
-        form may end and nowhere else. Raises WrongInput.
+        form: StructuredOutputs.form of rollout.config. stop_ids: tokens that end a completion; they are allowed only
+        where the form may end. Raises WrongInput.
         """
         key = json.dumps([form, sorted(stop_ids)])
         if key not in self._compiled:
@@ -60,49 +60,50 @@ class Grammars:
             if kind == "json_schema":
                 return compiler.compile_json_schema(json.dumps(given))
             return compiler.compile_grammar(given if kind == "grammar" else choice(given))
-        except Exception as error:  # of a native library: RuntimeError, ValueError and classes of its own
+        except Exception as error:  # the native library raises RuntimeError, ValueError and classes of its own
             said = " ".join(str(error).split())[-300:]
             raise WrongInput(f"{KEY}.{kind}: cannot be compiled for this model: {said}; correct it") from error
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of the texts, as a grammar."""
+    """A grammar that allows exactly these texts."""
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 class _Form:
-    """Of one completion under way. output: its tokens, a list to which vLLM adds them."""
+    """The form's state in one running completion. output: its tokens, a list to which vLLM appends."""
 
     def __init__(self, matcher: Any, output: list[int]) -> None:
         self._matcher, self._output, self._seen = matcher, output, 0
 
     def fill(self, bitmask: Tensor, row: int) -> None:
-        """What may come next. Raises RuntimeError for a token that could not have come."""
+        """Writes the allowed next tokens into a row of the bitmask. Raises RuntimeError for a sampled token that the
+        form does not allow."""
         for token in self._output[self._seen :]:
             if not self._matcher.is_terminated() and not self._matcher.accept_token(token):
                 raise RuntimeError(f"structured outputs: token {token} at place {self._seen} is not of the form")
             self._seen += 1
-        if self._matcher.is_terminated():  # a batch of steps may go on behind the end; what comes there is thrown away
+        if self._matcher.is_terminated():  # vLLM may sample beyond the end and then drops these tokens
             bitmask[row].fill_(-1)
         else:
             self._matcher.fill_next_token_bitmask(bitmask, row)
 
 
 class StructuredOutputs(LogitsProcessor):
-    """Named in EngineArgs.logits_processors."""
+    """The logits processor that vLLM makes, since EngineArgs.logits_processors names it."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         served = vllm_config.model_config
         self._vocabulary = served.get_vocab_size()
         self._grammars = Grammars(joined(served.tokenizer, served.tokenizer_revision), self._vocabulary)
-        self._forms: dict[int, _Form] = {}  # by row of the batch
+        self._forms: dict[int, _Form] = {}  # row of the batch -> its form
 
     def is_argmax_invariant(self) -> bool:
-        """False: the likeliest token may be taken out."""
+        """False, since the likeliest token may be excluded."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows the rows of the batch."""
+        """Follows vLLM's changes to the rows of the batch."""
         process_dict_updates(self._forms, batch_update, self._begin)
 
     def _begin(self, params: Any, prompt: list[int] | None, output: list[int]) -> _Form | None:
@@ -113,7 +114,7 @@ class StructuredOutputs(LogitsProcessor):
         return _Form(self._grammars.matcher(form, sorted(stop_ids)), output)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Minus infinity for every token that is not allowed, in place."""
+        """Sets the logits [rows, vocabulary] of tokens that are not allowed to minus infinity, in place."""
         if not self._forms:
             return logits
         bitmask = xgrammar.allocate_token_bitmask(len(self._forms), self._vocabulary)

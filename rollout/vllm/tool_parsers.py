@@ -1,4 +1,4 @@
-"""vLLM's tool parsers as a library: text to calls, for models that do not write them as Hermes does."""
+"""Reads tool calls with vLLM's tool parsers, for models that do not write calls in Hermes' format."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from rollout.env.tools.parser import call_of
 
 
 def names() -> list[str]:
-    """All parsers of the installed vLLM."""
+    """Names of all tool parsers of the installed vLLM."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted({*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers})
 
 
 class VllmToolParser:
-    """One of them, for a tokenizer. Raises what its constructor raises, often for a token that the tokenizer lacks."""
+    """One of vLLM's parsers, for one tokenizer. Its constructor's errors are raised, often for a missing token."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.tool_parsers import ToolParserManager
 
-        # A text that a parser cannot read is daily bread for a policy that learns, and no traceback in the log.
+        # A policy that is learning often writes what a parser cannot read; vLLM would log a traceback each time.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._class, self._tokenizer = ToolParserManager.get_tool_parser(name), tokenizer
         self._class(tokenizer)
 
     def __call__(self, text: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
-        """The calls that it finds in the text of a turn without its end token; several parsers look up the types of
-        arguments in the tools. Raises what it raises for a text that it does not expect."""
+        """The calls in the text of a turn, which has no end token. Several parsers look up the types of arguments in
+        `tools`. The parser's errors, for a text that it does not expect, are raised."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
 
         specs = [ChatCompletionToolsParam(**tool) for tool in tools]

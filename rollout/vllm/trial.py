@@ -1,11 +1,10 @@
-"""Trials of a configuration that need vLLM, each in a process of its own; no engine is started.
+"""Checks of a configuration before a run that need vLLM, each in a process of its own. No engine is started.
 
     python -m rollout.vllm.trial engine | parser | form
 
-The process reads a configuration as JSON on stdin and prints a list of sentences as its last line (see
-learner.driver.input_checks). `engine` asks vLLM's registry whether it knows the model's architecture, LoRA for it, and
-4 bits; `parser` whether some parser reads the model's tool calls; `form` whether rollout.structured_outputs can be
-compiled.
+The process reads a configuration as JSON on stdin and prints a JSON list of sentences, one for each error, as its last
+line (see learner.driver.input_checks). `engine` checks that vLLM knows the model's architecture, LoRA for it, and
+4 bits; `parser` that some tool parser can read the model's calls; `form` that rollout.structured_outputs compiles.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rollout.vllm.arguments import check_bitsandbytes, without_lora
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
-    """One sentence, or none. `config`: of the run; only `model` and what the generators load are read."""
+    """What vLLM lacks for the model: one sentence or none. config: the run's; only `model` and `learner` are read."""
     try:
         from vllm import ModelRegistry
         from vllm.transformers_utils.config import get_config
@@ -38,7 +37,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
             return [str(error)]
     try:
         names = list(get_config(path, trust_remote_code=False, revision=revision).architectures or ())
-    except Exception as error:  # transformers', of a config.json that does not hold together
+    except Exception as error:  # transformers raises various errors for a wrong config.json
         return [f"model.path: vLLM cannot read the config.json of {path}: {' '.join(str(error).split())[:300]}"]
     known = [name for name in names if name in ModelRegistry.models]
     if not known:
@@ -47,7 +46,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
     if learner["mode"] == "lora" and learner["push"] == "adapter":
         try:
             found: Any = ModelRegistry.models[known[0]].load_model_cls()
-        except Exception as error:  # of a module that wants what is not installed, or another device
+        except Exception as error:  # the module may need a package that is not installed, or another device
             return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
         if not getattr(found, "supports_lora", False):
             return [without_lora(known[0], path)]
@@ -55,7 +54,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
 
 
 def wrong_with_parser(config: dict[str, Any]) -> list[str]:
-    """Whether some parser reads the tool calls of the model. One sentence, or none. `config`: of the run; only model,
+    """What is wrong if no parser reads the model's tool calls: one sentence or none. config: the run's; only the model,
     chat template and env.tool_parser are read."""
     model = joined(config["model"]["path"], config["model"]["revision"])
     chat = Chat.load(model, config["data"]["chat_template_kwargs"])
@@ -67,7 +66,7 @@ def wrong_with_parser(config: dict[str, Any]) -> list[str]:
 
 
 def wrong_with_form(config: dict[str, Any]) -> list[str]:
-    """Whether the form of completions can be compiled for the model. One sentence, or none."""
+    """What is wrong if the form of completions does not compile for the model: one sentence or none."""
     model = joined(config["model"]["path"], config["model"]["revision"])
     given = {name: value for name, value in config["rollout"]["structured_outputs"].items() if value is not None}
     vocabulary = int(text_of(read_json(model, CONFIG))["vocab_size"])
