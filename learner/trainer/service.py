@@ -38,8 +38,7 @@ class Exported(NamedTuple):
 
 
 class TrainerService(Protocol):
-    """What a learner offers: learner.trainer.trainer.Trainer is one in one process, learner.ranks.ranks.Ranks
-    several."""
+    """What a learner's process offers. learner.trainer.trainer.Trainer implements it for a learner of one process."""
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         """Learns from the groups (tables of rollout.schema). The policy version grows by one even if nothing was
