@@ -110,8 +110,8 @@ class Group(Peers):
         the GPUs connect during it, and `abandon` cannot end that.
         """
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
-        # With a sharded base no rank outlives another, and layers are gathered ahead of their use, so nothing may
-        # block.
+        # With a sharded base no rank outlives another, so such errors help nobody; and layers are gathered ahead of
+        # their use, which blocking waits would delay.
         if not self.sharded:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         self._abandoned = False
