@@ -126,7 +126,8 @@ def _same(one: str, other: str) -> bool:
 
 
 def _other_name(one: str, other: str) -> bool:
-    """On the hub; of a folder nobody can say that it is not one of the hub's models, or was moved."""
+    """Whether two models are known to differ: both have hub names. A folder may be a copy of a hub's model, or
+    moved."""
     names = split(one)[0], split(other)[0]
     return names[0] != names[1] and all(map(is_hub_name, names))
 
