@@ -338,7 +338,7 @@ def _bins(parts: list[_Part], budget: int) -> list[list[_Part]]:
 
 
 def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layout]:
-    """(ids [1, L], index [N], positions [1, L], layout) of one packed row."""
+    """Returns (ids [1, L], index [N], positions [1, L], layout) of a packed row."""
     ids: list[npt.NDArray[Any]] = []
     positions: list[npt.NDArray[Any]] = []
     index: list[npt.NDArray[Any]] = []
@@ -368,7 +368,7 @@ def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layou
 
 
 def _pad(rows: Rows, chosen: list[int]) -> tuple[Tensor, Tensor]:
-    """(ids [B, L], index [N]) of right-padded rows."""
+    """Returns (ids [B, L], index [N]) of right-padded rows."""
     lengths = rows.lengths[chosen]
     starts = np.array([len(rows.prompts[row]) for row in chosen])
     stops = starts + lengths - 1

@@ -140,7 +140,7 @@ class RankTrainer(Trainer, RankService):
         found = hashlib.sha256()
         for name, weight in self._policy.masters.items():
             found.update(name.encode())
-            if name not in self._policy.trained.divided:  # of a sharded weight each rank has other rows
+            if name not in self._policy.trained.divided:  # the ranks have different rows of a sharded weight
                 found.update(weight.detach().cpu().numpy().tobytes())
         return found.hexdigest()
 

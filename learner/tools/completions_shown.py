@@ -163,7 +163,7 @@ def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
         "parts": {name: number(value) for name, value in parts.items()},
         "tokens": len(row["completion_ids"])
         if row["loss_mask"] is None
-        else sum(row["loss_mask"]),  # that were sampled
+        else sum(row["loss_mask"]),  # the mask is true for sampled tokens
         "versions": [row["policy_version_min"], row["policy_version_max"]],
         "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
         "answer": problem.columns.get("answer"),

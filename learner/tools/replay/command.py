@@ -377,7 +377,7 @@ def _replay(asked: ReplayRequest) -> int:
     check_possible(changes, recorded.config, config, asked.start)
     steps, state = recorded.chosen(asked.start, asked.to), recorded.checkpoint(asked.start)
     recorded.check_inputs(own_loss=not own_loss(changes))
-    machine.sleeping_threads(config.cluster.cpus.learner)  # as many as in a run's learner
+    machine.sleeping_threads(config.cluster.cpus.learner)  # the number of threads of a run's learner
     if decides(changes) or asked.output is not None:
         return _what_if(asked, recorded, config, changes, steps, state)
     learner = Learner(config, state, as_recorded=not computes_elsewhere(changes))
