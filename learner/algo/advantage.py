@@ -1,10 +1,11 @@
-"""Rewards of the groups of one optimizer batch -> advantages. Pure numpy; one function per variant, table ADVANTAGES.
+"""Advantages and loss coefficients of an optimizer batch: GRPO's advantages (table ADVANTAGES), the weight of a token
+in the loss (table LOSSES), and PPO's generalised advantage estimation. Pure functions of numpy arrays.
 
-Every function takes `rewards`, one float array [G] per group (G may differ), nan where there is none, and returns one
-float64 array [G] per group. A failed sample is left out of every mean and standard deviation and gets advantage 0;
-the caller must not train on it. A group whose rewards are all equal, or with fewer than two left, gets exactly 0.
-
-Standard deviations are sample standard deviations (divided by n - 1), as in TRL and verl, so that results compare.
+A function of ADVANTAGES takes `rewards`, one float array [G] per group (G may differ), nan where a completion has no
+reward, and returns one float64 array [G] per group. A completion without a reward is left out of every mean and
+standard deviation and gets advantage 0; the caller must not train on it. A group whose rewards are all equal, or with
+fewer than two rewards, gets exactly 0. Standard deviations are sample standard deviations (divided by n - 1), as in TRL
+and verl, so that results compare.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,15 @@ import numpy.typing as npt
 
 Float = npt.NDArray[np.float64]
 
-# Added to a standard deviation before dividing (TRL's value): rewards that differ by less than about 1e-4 are noise.
+# EPSILON is added to a standard deviation before dividing (TRL's value): rewards that differ by less than about 1e-4
+# are noise.
 EPSILON = 1e-4
 
 
 def has_signal(rewards: Float) -> bool:
-    """True if at least two samples of the group [G] were scored and their rewards are not all equal."""
+    """Whether at least two completions of the group [G] have a reward and their rewards are not all equal."""
     scored = rewards[np.isfinite(rewards)]
-    # Compared by value: the mean of equal rewards is rounded, so a computed deviation need not be exactly 0.
+    # Rewards are compared by value, since the mean of equal rewards is rounded and their deviation may not be 0.
     return bool(scored.size >= 2 and scored.min() != scored.max())
 
 
@@ -60,14 +62,14 @@ def none(rewards: Sequence[Float]) -> list[Float]:
 ADVANTAGES: dict[str, Callable[[Sequence[Float]], list[Float]]] = {"group": group, "batch": batch, "none": none}
 
 
-# The weight of a completion's tokens in the loss of an optimizer batch: what learner.loss.kind chooses. Pure numpy.
+# The functions of LOSSES, from which learner.loss.kind chooses: the weight of a token in the loss of an optimizer
+# batch.
 #
-# A function gets [completions] T, the tokens of every completion of the batch that has a reward, and returns
-# [completions] the coefficient of each of its tokens. It is worked out over the whole optimizer batch before that is
-# split, so that the gradient does not depend on the split. Completions that are skipped since their gradient is exactly
-# 0 still count. Tokens of a truncated completion are no tokens of the loss with loss.mask_truncated: T counts the
-# others, so that dapo is the mean over them and grpo that of each completion's, while dr_grpo's constant stays what it
-# is; in the number of completions one counts even if none of it is trained on.
+# A function gets [completions] T, the number of tokens of every completion of the batch that has a reward, and returns
+# [completions] the coefficient of each token of the completion. Coefficients are computed over the whole optimizer
+# batch before it is split into micro-batches, so that the gradient does not depend on the split. Completions that are
+# skipped since their gradient is exactly 0 still count. With loss.mask_truncated a truncated completion has T = 0, but
+# still counts in the number of completions.
 
 Lengths = npt.NDArray[np.int64]
 Coefficients = npt.NDArray[np.float64]
@@ -91,14 +93,12 @@ def grpo(lengths: Lengths, max_completion_length: int) -> Coefficients:
 LOSSES: dict[str, Callable[[Lengths, int], Coefficients]] = {"dapo": dapo, "dr_grpo": dr_grpo, "grpo": grpo}
 
 
-# Generalised advantage estimation over the tokens that the policy sampled. Pure numpy.
+# Generalised advantage estimation over the tokens that the policy sampled.
 #
-# A token is an action, and its state all that stands before it. What an environment answers lies between two actions,
-# and is neither: the token that follows the last one of a turn is the first of the next turn. Letters: as in
-# learner.batch.micro_batch.
+# A token is an action; its state is all that stands before it. An environment's answer is neither action nor state: the
+# last action of a turn is followed by the first action of the next turn. Letters: as in learner.batch.micro_batch.
 
-# A standard deviation below them is that of rounding: of rewards and values near 1 (what GRPO adds to one before it
-# divides), and, as a share of the mean, of great ones.
+# A standard deviation below LEAST (GRPO's EPSILON), or below LEAST_SHARE of the mean, is taken for rounding noise.
 LEAST, LEAST_SHARE = 1e-4, 1e-5
 
 
@@ -111,22 +111,24 @@ def gae(
     gamma: float,
     lam: float,
 ) -> Float:
-    """[M] advantages: the sum over k of (gamma lam)^k delta of the token k later, delta = r + gamma V' - V, with the
-    value V' of the next token's state, 0 behind the last. Schulman et al. 1506.02438, equation 16.
+    """Returns [M] advantages: the sum over k of (gamma lam)^k delta of the token k later, where delta = r + gamma V' -
+    V and V' is the value of the next token's state, 0 after the last token. Schulman et al. 1506.02438, equation 16.
 
-    A trajectory ends with its last token whether it was cut off or not: there is no state behind it to be valued, and
-    its reward was given for what there is.
+    A trajectory ends with its last token whether it was cut off or not: there is no later state that could be valued,
+    and the reward was given for the trajectory as it is.
 
     Args:
-        values: [M] of the state before each token; what stands where the mask is false is not read.
-        rewards: [M] of each token, likewise; nan makes nan of its trajectory up to there.
-        mask: [M] whether the policy sampled the token; 0 is returned where it did not.
-        lengths: [R] tokens of each trajectory, which follow each other.
+        values: [M] the value of the state before each token; read only where the mask is true.
+        rewards: [M] the reward of each token; read only where the mask is true. A nan makes the advantages of its
+            trajectory nan up to that token.
+        mask: [M] whether the policy sampled the token; the advantage of other tokens is 0.
+        lengths: [R] tokens of each trajectory; trajectories follow each other.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)[mask]
     counts = np.bincount(owner, minlength=len(lengths))
     place = owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-    # A row for each trajectory, with a column of zeros behind the last token: T steps for all trajectories at once.
+    # The arrays have a row for each trajectory and a column of zeros after the last token, so that one loop over the T
+    # tokens computes all trajectories at once.
     value, reward = (np.zeros((len(lengths), counts.max(initial=0) + 1)) for _ in range(2))
     value[place], reward[place] = values[mask], rewards[mask]
     found = np.zeros_like(value)
@@ -139,21 +141,23 @@ def gae(
 
 
 def is_noise(numbers: npt.NDArray[np.floating], known_to: float = 0.0) -> bool:
-    """Whether so few of [T] are there, or they differ by so little, that a division by their standard deviation would
-    make differences of what is none. known_to: what the numbers are made of has been rounded to about that."""
+    """Whether [T] numbers are fewer than two, or differ by no more than rounding, so that dividing them by their
+    standard deviation would only scale up noise. known_to: absolute rounding error of the numbers."""
     if len(numbers) < 2:
         return True
     return bool(numbers.std() < max(LEAST, LEAST_SHARE * abs(numbers.mean()), known_to))
 
 
 def whitened(advantages: Float, trained: npt.NDArray[np.bool_], known_to: float = 0.0) -> Float:
-    """[M] those of the trained tokens, of mean 0 and standard deviation 1, as in TRL's PPO and OpenRLHF; else 0, and 0
-    of all where they differ by no more than rounding (is_noise).
+    """Returns [M] the advantages of the trained tokens, shifted and scaled to mean 0 and standard deviation 1 as in
+    TRL's PPO and OpenRLHF. Other tokens get 0, and all tokens do if the advantages are noise (is_noise).
 
-    The scale of an advantage is the reward's, and shrinks as the value learns to tell it; a learning rate that is right
-    for one is then right for all. The mean is what the value is wrong by as a whole, which early on is most of it. Of
-    equal advantages nothing is left but the last bits of the values, which depend on how the batch was packed: divided
-    by their own deviation they would be a gradient of full size.
+    Unscaled advantages have the scale of the reward, and shrink as the value learns to predict it; whitened, one
+    learning rate suits all. The mean is the value's average error, which early on is most of an advantage. If all
+    advantages are equal, they differ only in the last bits of the values, which depend on how the batch was packed:
+    divided by their standard deviation, that noise would make a gradient of full size.
+
+    known_to: absolute rounding error of the advantages.
     """
     result = np.zeros_like(advantages)
     own = advantages[trained]

@@ -1,18 +1,22 @@
-"""GRPO's loss, one token at a time. Pure: everything here is a function of tensors.
+"""The losses, one token at a time: GRPO's loss of the policy, the loss of PPO's value, and their metrics; also the
+trial of a user's own surrogate objective. The losses are pure functions of tensors.
 
-Notation: lp = logprob of a completion token under the policy being trained, mu = the same number as the sampler
-recorded it, rho = exp(lp - mu), A = advantage of the token (with GRPO that of its completion), c = coefficient of the
-token (learner.algo.advantage). The loss is, over the tokens of an optimizer batch,
+Notation: lp = logprob of a completion token under the policy being trained, mu = its logprob as the sampler recorded
+it, rho = exp(lp - mu), A = advantage of the token (with GRPO that of its completion), c = coefficient of the token
+(learner.algo.advantage). The policy's loss is, over the tokens of an optimizer batch,
     sum of  c * ( -objective + beta * kl ).
 
-The objective is one of learner.algo.surrogates, which autograd differentiates by the N logprobs alone: what is computed
-here is dL/dlp, and the model's backward pass starts from the logprobs with it. Engine mismatch and staleness need no
-second set of logprobs: rho is taken to the *sampler*, never to a recomputed old policy, on top of which a truncated
-importance weight would count the ratio twice.
+The objective is a function of learner.algo.surrogates. Autograd differentiates it by the N logprobs alone: this module
+computes dL/dlp, with which the model's backward pass starts at the logprobs. Engine mismatch and staleness need no
+second set of logprobs, since rho is the ratio to the *sampler* and never to a recomputed old policy; with an old policy
+and a truncated importance weight the ratio would count twice.
 
-Only a batch that is split into several updates has a second one: pi_prox, the policy that the batch began with. Then
-what is stale and what this batch has moved are bounded apart, by decoupled PPO (learner.algo.surrogates.clip):
-    objective = min(pi_prox / mu, cap) * (PPO's of pi / pi_prox).
+Only a batch that is split into several updates needs a second set: the logprobs under pi_prox, the policy that the
+batch began with. Staleness and the movement within the batch are then bounded separately, by decoupled PPO
+(learner.algo.surrogates.clip):
+    objective = min(pi_prox / mu, cap) * (PPO's objective of the ratio pi / pi_prox).
+
+Letters: N tokens and C completions of a micro-batch, M tokens of the batch, as in learner.batch.micro_batch.
 """
 
 import inspect
@@ -37,26 +41,26 @@ from learner.batch.micro_batch import MicroBatch
 from rewards.base import said
 from rewards.loader import load
 
-# The completion tokens of a micro-batch, as a surrogate objective sees them. Letters: N and C as in learner.batch.
-
-MAX_LOG_RATIO = 20.0  # a sampler's placeholder such as -9999 must not become an infinite ratio
+MAX_LOG_RATIO = 20.0  # log ratios are clamped: a sampler's placeholder such as -9999 must not give an infinite ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """What the functions of learner.algo.surrogates, and users' own, are given.
+    """The completion tokens of a micro-batch: the argument of a surrogate objective (learner.algo.surrogates), also of
+    a user's own.
 
-    pi is the policy being trained and mu the one that its ratio is to: the sampler, or, with several updates per batch,
-    the policy that the batch began with. sg is the stop-gradient: what is named so is a constant to autograd.
+    pi is the policy being trained. mu is the policy in the denominator of the ratio: the sampler, or, with several
+    updates per batch, the policy that the batch began with. sg is the stop-gradient: a tensor whose name begins with
+    sg_ is a constant to autograd.
     """
 
     sg_logprobs: Float[Tensor, " N"]  # sg(log pi), nats
     sg_ratio: Float[Tensor, " N"]  # sg(pi / mu), between e^-20 and e^20
     log_ratio: Float[Tensor, " N"]  # the logarithm of `sg_ratio`
-    unit: Float[Tensor, " N"]  # pi / sg(pi): ones, whose gradient is that of log pi; every other gradient comes from it
-    advantages: Float[Tensor, " N"]  # A; with GRPO all tokens of a completion have one
+    unit: Float[Tensor, " N"]  # pi / sg(pi): ones with the gradient of log pi; the only tensor that requires a gradient
+    advantages: Float[Tensor, " N"]  # A; with GRPO all tokens of a completion have the same
     lengths: Int[Tensor, " C"]  # tokens of each completion; completions are whole and follow each other
-    stale: Float[Tensor, " N"] | None = None  # sg(mu / sampler); None where they are one
+    stale: Float[Tensor, " N"] | None = None  # sg(mu / sampler); None where mu is the sampler
 
     @classmethod
     def of(
@@ -67,7 +71,7 @@ class Tokens:
         lengths: Int[Tensor, " C"],
         stale: Float[Tensor, " N"] | None = None,
     ) -> "Tokens":
-        """Nothing leads back to the model that gave them."""
+        """Makes Tokens that are detached from the model: no gradient flows back to `logprobs`."""
         unit = torch.ones_like(log_ratio, requires_grad=True)
         return cls(logprobs.detach(), log_ratio.exp(), log_ratio, unit, advantages, lengths, stale)
 
@@ -82,15 +86,16 @@ class Tokens:
         return self.sg_logprobs + self.unit - 1
 
     def weighted(self, weight: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """sg(weight) * A * pi / sg(pi): of value weight * A, and of gradient weight * A * d log pi.
+        """sg(weight) * A * pi / sg(pi): its value is weight * A, its gradient weight * A * d log pi.
 
-        Papers that write sg(weight) * A * log pi mean the same gradient.
+        The objective sg(weight) * A * log pi in papers has the same gradient.
         """
         return weight.detach() * self.advantages * self.unit
 
     def over_completions(self, reduction: Literal["sum", "mean"]) -> "Tokens":
-        """The same tokens with the ratio of their whole completion: the product of its tokens' ratios, or their
-        geometric mean. Each token passes on its own gradient alone, as in GSPO-token (2507.18071, section 4.3)."""
+        """Returns these tokens with the ratio of their whole completion: the product ("sum") of its tokens' ratios, or
+        their geometric mean ("mean"). The gradient of a token's ratio flows to that token's logprob alone, as in
+        GSPO-token (2507.18071, section 4.3)."""
         log_ratio = _by_completion(self.log_ratio, self.lengths, reduction)
         return Tokens(
             self.sg_logprobs, log_ratio.exp(), log_ratio, self.unit, self.advantages, self.lengths, self.stale
@@ -98,25 +103,26 @@ class Tokens:
 
 
 def _by_completion(values: Float[Tensor, " N"], lengths: Int[Tensor, " C"], reduction: str) -> Float[Tensor, " N"]:
-    """The sum or mean over its completion, for each token."""
+    """Returns for each token the sum or mean over its completion."""
     each = torch.segment_reduce(values, reduction, lengths=lengths)
     return torch.repeat_interleave(each, lengths, output_size=len(values))
 
 
 def log_ratio_of(logprobs: Float[Tensor, " N"], behavior: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """log rho, kept finite."""
+    """log rho, clamped to MAX_LOG_RATIO."""
     return (logprobs - behavior).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-# A surrogate objective by its name: one of the table, or a user's own from a file, which is tried on a few tokens.
+# The surrogate objective that learner.loss.ratio names: a row of SURROGATES, or a user's own function.
 
 KEY = "learner.loss.ratio"
 
 
 @cache
 def function_of(ratio: str) -> Callable[..., Objective]:
-    """The function that learner.loss.ratio names: of SURROGATES, or `path/file.py:function` or
-    `package.module:function`, which this process then imports. Raises WrongInput if that leads to no function."""
+    """Returns the function that learner.loss.ratio names: one of SURROGATES, or a user's own given as
+    `path/file.py:function` or `package.module:function`, which is imported. Raises WrongInput if there is no such
+    function."""
     if ratio in SURROGATES:
         return SURROGATES[ratio].function
     try:
@@ -126,15 +132,16 @@ def function_of(ratio: str) -> Callable[..., Objective]:
 
 
 def objective_of(tokens: Tokens, config: LossConfig) -> Objective:
-    """([N] objective, [N] bool) by config.ratio and its settings. Raises what a user's function raises."""
+    """Returns ([N] objective, [N] bool clipped) of config.ratio with its settings. Raises what a user's function
+    raises."""
     return function_of(config.ratio)(tokens, **config.arguments)
 
 
 def try_surrogate(config: LossConfig) -> None:
-    """Calls it on six tokens of three completions, forward and backward.
+    """Calls the surrogate objective on six tokens of three completions, forward and backward.
 
-    Raises WrongInput, one line: it does not load, does not take a setting that is given, raises, or returns
-    something else than a finite objective with a finite gradient and a bool of each token.
+    Raises WrongInput with a message of one line if the function cannot be loaded, has no parameter for a given setting,
+    raises, or does not return for each token a finite objective with a finite gradient and a bool.
     """
     function = function_of(config.ratio)
     takes = inspect.signature(function).parameters
@@ -156,14 +163,15 @@ def try_surrogate(config: LossConfig) -> None:
 
 
 def _line_of(error: Exception, function: Callable[..., Objective]) -> str:
-    """` (my_loss.py, line 3)` if the function's own file was reached."""
+    """Returns ` (my_loss.py, line 3)`, the place of the error if it lies in the function's file, else ''."""
     file = inspect.getsourcefile(function)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" ({Path(file).name}, line {lines[-1]})" if file is not None and lines else ""
 
 
 def _example() -> Tokens:
-    """Near the sampler, far from it, and a placeholder of the sampler's; advantages of either sign and 0."""
+    """Returns tokens with ratios near 1 and far from 1, one of them a sampler's placeholder, and advantages of either
+    sign and 0."""
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1, -4.0])
     log_ratio = torch.tensor([0.0, 0.1, -2.0, 2.0, -0.3, MAX_LOG_RATIO])
     advantages = torch.tensor([1.0, 1.0, -0.5, -0.5, -0.5, 0.0])
@@ -171,7 +179,8 @@ def _example() -> Tokens:
 
 
 def _wrong_with(returned: Any, tokens: Tokens) -> str:
-    """What is wrong with a function's answer, to follow its name; '' if nothing is."""
+    """Returns what is wrong with the values that a user's function returned, as a message that follows the function's
+    name; '' if nothing is."""
     n, dtype = len(tokens.unit), tokens.unit.dtype
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(one, Tensor) for one in returned)):
         got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -196,19 +205,19 @@ def _wrong_with(returned: Any, tokens: Tokens) -> str:
     return ""
 
 
-KL_CAP = 2.0  # of the ratio in the KL's gradient: that of truncated importance sampling, Yao et al. 2025
+KL_CAP = 2.0  # cap of the ratio in the KL's gradient; the value is that of TIS, Yao et al. 2025
 
 
 def kl_to_reference(
     logprobs: Float[Tensor, " N"], reference: Float[Tensor, " N"], ratio: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """(k3 estimate of KL(policy || reference), derivative of that same KL to the logprobs).
+    """Returns (k3 estimate of KL(policy || reference), derivative of KL(policy || reference) by the logprobs).
 
-    The value is exp(d) - d - 1 with d = ref - lp (Schulman 2020; DeepSeekMath 2402.03300, equation 4). Its own
-    gradient, 1 - exp(d), is in expectation that of KL(reference || policy), and unbounded for a token that the
-    reference finds far likelier. So the gradient is that of rho * k3 with rho not held constant (DeepSeek-V3.2
-    2512.02556, equation 7), which works out to rho * (lp - ref): unbiased, and corrected for the sampler too. As in
-    the objective rho is capped at 2, which trades a bias on rare tokens for their variance.
+    The estimate is exp(d) - d - 1 with d = ref - lp (Schulman 2020; DeepSeekMath 2402.03300, equation 4). Its
+    derivative, 1 - exp(d), is in expectation that of KL(reference || policy), and unbounded for a token that the
+    reference finds far likelier. So the derivative returned is that of rho * k3 with rho not held constant
+    (DeepSeek-V3.2 2512.02556, equation 7), which is rho * (lp - ref): it is unbiased, and corrected for the sampler.
+    rho is capped at 2 as in the objective: that reduces the variance at the cost of a bias on rare tokens.
     """
     d = reference - logprobs
     return d.exp() - d - 1, -ratio.clamp(max=KL_CAP) * d
@@ -226,20 +235,20 @@ def token_loss(
     proximal: Float[Tensor, " N"] | None = None,
     learned: Bool[Tensor, " N"] | None = None,
 ) -> tuple[Float[Tensor, " N"], dict[str, Tensor]]:
-    """dL/dlp of a micro-batch (L is a share of the optimizer batch's loss) and what its metrics are made of.
+    """Returns dL/dlp of a micro-batch (L is its share of the optimizer batch's loss) and the numbers for its metrics.
 
     Args:
-        logprobs, entropy: float32, nats.
-        reference: logprobs of the reference, needed if config.beta > 0.
+        logprobs, entropy: float32, nats, under the policy being trained.
+        reference: logprobs under the reference, needed if config.beta > 0.
         version: the policy version that the batch began with.
-        proximal: logprobs of that version, if the batch is split into several updates; None: `logprobs`
-            are its own, and the ratio is to the sampler.
-        learned: which tokens the objective has; None: all. The KL has all of them, and
+        proximal: logprobs under that version if the batch is split into several updates; None: `logprobs` are that
+            version's, and the ratio is to the sampler.
+        learned: whether the token is in the objective; None: all are. The KL is of all tokens in any case, and the
             coefficients stay as they are.
 
     Returns:
-        What to start the backward pass of `logprobs` with, and scalars: sums, and maxima under names that end
-        in _max. The mismatch is that of `version` and the sampler.
+        The gradient with which the backward pass of `logprobs` starts, and scalars: sums, and maxima under names that
+        end in _max. The mismatch is that between `version` and the sampler.
     """
     began_with = logprobs if proximal is None else proximal
     gap = began_with - batch.behavior
@@ -273,7 +282,7 @@ def _parts(
     version: int,
     learned: Bool[Tensor, " N"] | None,
 ) -> dict[str, Tensor]:
-    """What is counted; `gap`: absolute differences to the sampler's logprobs."""
+    """Returns the counts and maxima for the metrics. gap: absolute differences to the sampler's logprobs, nats."""
     current, lost = batch.versions == version, (batch.advantages != 0) & (slope == 0)
     return {
         "tokens": batch.lengths.sum(),
@@ -286,12 +295,12 @@ def _parts(
 
 
 def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str, float]:
-    """The parts of all micro-batches -> metrics by name; no policy/ metric if no token was trained. The loss is the
-    mean over the updates that the batch was split into."""
+    """Returns metrics by name from what `token_loss` returned for all micro-batches; there is no policy/ metric if no
+    token was trained on. The loss is the mean over the updates that the batch was split into."""
     all_parts = list(parts)
     if not all_parts:
         return {"loss/total": 0.0, "loss/trained_tokens": 0.0}
-    # One copy, hence one wait for the device.
+    # All numbers are copied at once, so that the device is waited for once.
     table = torch.stack([torch.stack(list(one.values())) for one in all_parts]).cpu().double()
     sums = dict(zip(all_parts[0], table.sum(0).tolist(), strict=True))
     peaks = dict(zip(all_parts[0], table.amax(0).tolist(), strict=True))
@@ -312,9 +321,6 @@ def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str
     return metrics
 
 
-# The value's loss, one token at a time, and how well it told what came. Pure functions.
-
-
 @torch.no_grad()
 def value_loss(
     values: Float[Tensor, " N"],
@@ -324,19 +330,22 @@ def value_loss(
     weight: float,
     clip: float | None,
 ) -> tuple[Float[Tensor, " N"], dict[str, Tensor]]:
-    """dL/dvalue of a micro-batch (L is a share of the update's loss) and what its metrics are made of.
+    """Returns dL/dvalue of a micro-batch (L is its share of the update's loss) and the numbers for its metrics.
 
     L = weight / 2 * the sum of max((v - R)^2, (clipped v - R)^2), where the clipped v is at most `clip` from the value
-    before the batch's first update: once v has come that far towards R it has no gradient, so one batch cannot pull the
-    value away from the others. Of PPO's authors' code (openai/baselines, ppo2/model.py), and TRL's (cliprange_value).
+    before the batch's first update. Once v has moved that far towards R, it has no gradient, so that one batch cannot
+    pull the value away from the other batches. The clipping is that of PPO's authors (openai/baselines, ppo2/model.py)
+    and of TRL (cliprange_value).
 
     Args:
-        returns: R, what the values are to be.
-        weight: 1 / (tokens of the update), worked out before it is split.
-        clip: None: no bound, the squared error alone.
+        values: v, the value's outputs for the states before the tokens.
+        returns: R, the targets of the values.
+        old: values before the batch's first update.
+        weight: 1 / (tokens of the update), computed before the update is split into micro-batches.
+        clip: the bound above; None: L is the squared error alone.
     """
     error = values - returns
-    near = values if clip is None else values.clamp(old - clip, old + clip)  # exactly v where it does not hold
+    near = values if clip is None else values.clamp(old - clip, old + clip)  # exactly v where the clip has no effect
     held = (near - returns).square() > error.square()
     slope = weight * torch.where(held, 0.0, error)
     loss = 0.5 * weight * torch.maximum(error.square(), (near - returns).square()).sum()
@@ -344,8 +353,8 @@ def value_loss(
 
 
 def value_metrics_of(parts: Iterable[dict[str, Tensor]], updates: int) -> dict[str, float]:
-    """The parts of all micro-batches -> value/ metrics; none if no token was trained. The loss is the mean over the
-    updates that the batch was split into."""
+    """Returns the value/ metrics from what `value_loss` returned for all micro-batches; there are none if no token was
+    trained on. The loss is the mean over the updates that the batch was split into."""
     all_parts = list(parts)
     if not all_parts:
         return {}
@@ -356,26 +365,24 @@ def value_metrics_of(parts: Iterable[dict[str, Tensor]], updates: int) -> dict[s
 def explained_variance(
     values: npt.NDArray[np.floating], returns: npt.NDArray[np.floating], known_to: float = 0.0
 ) -> float | None:
-    """[T], [T] -> 1 - var(R - V) / var(R): 1 of a value that tells the returns, 0 of one that tells nothing, below 0 of
-    one that misleads; None where all returns are equal, but for rounding (learner.algo.advantage.is_noise)."""
+    """Returns 1 - var(R - V) / var(R) of [T] values V and [T] returns R: 1 for a value that predicts the returns, 0 for
+    one that says nothing of them, below 0 for one that is worse than a constant. It is None where all returns are equal
+    up to rounding (learner.algo.advantage.is_noise)."""
     return None if is_noise(returns, known_to) else 1 - float(np.var(returns - values)) / float(np.var(returns))
 
 
-# The tokens of a batch before which the policy was least certain: at these a completion takes one way or another.
-# Wang et al. 2506.01939, section 5, learn from the 20 % of highest entropy alone. Letters: as in
-# learner.batch.micro_batch.
-
-
 class Uncertain(NamedTuple):
-    """tokens: [M] those that the objective has. least: the lowest entropy among them, nats."""
+    """The tokens of a batch that learner.loss.top_entropy chooses: those before which the policy was least certain."""
 
-    tokens: Bool[Tensor, " M"]
-    least: float
+    tokens: Bool[Tensor, " M"]  # whether the token is chosen
+    least: float  # the lowest entropy among the chosen tokens, nats
 
 
 def most_uncertain(entropies: Float[Tensor, " M"], share: float) -> Uncertain | None:
-    """Those of the given share of the tokens whose entropies are highest, rounded up to a whole number, and all that
-    are equal to the lowest of them. nan: no token of the loss. None where there is none."""
+    """Chooses the given share of the tokens, those of highest entropy: their number is rounded up, and tokens whose
+    entropy equals the lowest chosen one are chosen, too. Wang et al. 2506.01939, section 5, learn from the 20 % of
+    highest entropy alone. The entropy of a token that is not in the loss is nan. Returns None if there are no others.
+    """
     known = entropies[~entropies.isnan()]
     if not len(known):
         return None

@@ -1,13 +1,15 @@
-"""The surrogate objectives that learner.loss.ratio names: how the importance ratio of a token is bounded.
+"""The surrogate objectives that learner.loss.ratio names, which bound the importance ratio of a token in different
+ways; and LossConfig, the settings of the loss.
 
-A variant is a function below and a row of SURROGATES; nothing else names it. From that table come the values that
+A variant is a function below and a row of SURROGATES; nothing else names it. The table provides the values that
 learner.loss.ratio may have, its settings and their defaults, --help and docs/losses.md.
 
-A function gets Tokens and its settings by name, and returns of each of the N tokens
-    [N] its objective, which autograd differentiates by the logprobs, and
-    [N] bool, whether its ratio is out of a bound (metric policy/clip_fraction).
+A function gets Tokens and its settings by name, and returns for the N tokens
+    [N] the objective, which autograd differentiates by the logprobs, and
+    [N] bool, whether the ratio is out of a bound (metric policy/clip_fraction).
 
-No import of torch here: the driver reads the table, and has no torch. Tensors have methods for all that is needed.
+This module imports no torch, since the driver, which imports the table, does not load torch. The functions use methods
+of tensors only.
 """
 
 from collections.abc import Callable
@@ -35,9 +37,9 @@ Upper = Annotated[float, Field(ge=1, allow_inf_nan=True)]
 
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 class Bounds(TypedDict, total=False):
-    """Arguments that a surrogate may have, each as it may be by itself."""
+    """The settings that surrogates may have, each with the range that is valid whatever the others are."""
 
-    epsilon: tuple[Positive, Positive]  # below and above 1
+    epsilon: tuple[Positive, Positive]  # width of the clip range below and above 1
     delta: Positive
     cap: Annotated[float, Field(ge=1)]
     band: tuple[Annotated[float, Field(ge=0, le=1)], Upper]
@@ -45,55 +47,56 @@ class Bounds(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """A row of the table."""
+    """A row of SURROGATES: a surrogate objective and what is said of it."""
 
     function: Callable[..., Objective]
     equation: str  # the objective of a token, for docs/losses.md
     paper: str
-    settings: Bounds  # with the paper's values
-    several_updates: bool = False  # whether it looks at Tokens.stale: learner.updates_per_batch may be above 1
+    settings: Bounds  # its settings, with the paper's values
+    several_updates: bool = False  # whether it uses Tokens.stale, so that learner.updates_per_batch may be above 1
 
 
 def masked(tokens: "Tokens", cap: float, band: Interval) -> Objective:
     """The default, for one update per batch: the ratio then differs from 1 by engine mismatch and staleness alone.
 
-    A token far outside says that sampler and learner disagree, which the band drops; what is left has its variance
-    bounded by the cap. Neither paper does both.
+    A ratio far outside of the band means that sampler and learner disagree about the token, so the token is dropped.
+    The cap bounds the variance of the others. Neither TIS nor IcePop does both.
     """
     weight = tokens.sg_ratio.clamp(max=cap).where(_inside(tokens.sg_ratio, band), 0.0)
     return tokens.weighted(weight), weight != tokens.sg_ratio
 
 
 def truncated(tokens: "Tokens", cap: float) -> Objective:
-    """Truncated importance sampling. No token loses its gradient, however far its ratio is."""
+    """Truncated importance sampling: no token loses its gradient, however large its ratio is."""
     return tokens.weighted(tokens.sg_ratio.clamp(max=cap)), tokens.sg_ratio > cap
 
 
 def icepop(tokens: "Tokens", band: Interval) -> Objective:
-    """A token whose ratio is out of the band is left out."""
+    """IcePop drops a token whose ratio is out of the band."""
     inside = _inside(tokens.sg_ratio, band)
     return tokens.weighted(tokens.sg_ratio.where(inside, 0.0)), ~inside
 
 
 def sequence_mask(tokens: "Tokens", band: Interval) -> Objective:
-    """Unbiased but for what is masked; the more tokens, the further s strays from 1 with the same mismatch per token,
-    so long completions are the first to go."""
+    """Drops a completion whose ratio s is out of the band; the rest is unbiased. With the same mismatch per token, s is
+    further from 1 the longer the completion, so long completions are dropped first."""
     return icepop(tokens.over_completions("sum"), band)
 
 
 def sequence_truncate(tokens: "Tokens", cap: float) -> Objective:
-    """`truncated`, with one ratio for all tokens of a completion."""
+    """Does what `truncated` does, with one ratio for all tokens of a completion."""
     return truncated(tokens.over_completions("sum"), cap)
 
 
 def gspo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
-    """The paper's mean over completions is that of loss.kind: grpo; with another kind long completions weigh more."""
+    """GSPO clips the ratio of a completion. The paper's mean over completions is that of loss.kind: grpo; with `dapo`
+    or `dr_grpo` long completions weigh more."""
     return _ppo(tokens.over_completions("mean"), epsilon, delta)
 
 
 def clip(tokens: "Tokens", epsilon: Interval, delta: float, cap: float) -> Objective:
-    """PPO's. With several updates per batch it is decoupled PPO: what the batch has moved is clipped, and how far its
-    first policy was from the sampler only weighs the token, capped."""
+    """PPO's clipped objective. With several updates per batch it is decoupled PPO: the ratio to the policy that the
+    batch began with is clipped, and that policy's ratio to the sampler, capped, is a weight of the token."""
     objective, held = _ppo(tokens, epsilon, delta)
     if tokens.stale is None:
         return objective, held
@@ -101,11 +104,12 @@ def clip(tokens: "Tokens", epsilon: Interval, delta: float, cap: float) -> Objec
 
 
 def _ppo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
-    """min(r A, clip(r, 1 - low, 1 + high) A): where A > 0, r counts at most 1 + high; where A < 0, at least 1 - low.
+    """Returns min(r A, clip(r, 1 - low, 1 + high) A), and whether a bound holds for the token's ratio r: where A > 0, r
+    counts at most 1 + high; where A < 0, at least 1 - low.
 
-    Where a bound holds, the objective is constant; elsewhere it has the ratio's gradient. With A < 0 the minimum has no
-    upper bound, and one token of a gap of 5 nats between learner and sampler weighs 148 times another; hence dual-clip
-    PPO's second clip, at delta.
+    Where a bound holds, the objective is constant; elsewhere it has the ratio's gradient. For A < 0 that minimum leaves
+    r unbounded above, and a token with a gap of 5 nats between learner and sampler would weigh 148 times another, so r
+    counts at most delta there (dual-clip PPO).
     """
     ratio, advantage = tokens.sg_ratio, tokens.advantages
     bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(1 - epsilon[0], delta))
@@ -114,11 +118,11 @@ def _ppo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
 
 
 def _inside(ratio: "Tensor", band: Interval) -> "Tensor":
-    """A ratio that overflowed is outside of a band without upper end, too: no weight may be infinite."""
+    """Whether the ratio is finite and in the band. The upper end of a band may be infinite, but no weight may be."""
     return (ratio >= band[0]) & (ratio <= band[1]) & (ratio < float("inf"))
 
 
-# What MiniMax-M1 leaves open for cispo is of ScaleRL's size; as in the paper's runs it has no lower bound.
+# MiniMax-M1 does not say which cap cispo has, so the cap is ScaleRL's; as in the paper's runs there is no lower bound.
 SURROGATES: dict[str, Surrogate] = {
     "masked": Surrogate(
         masked,
@@ -176,14 +180,12 @@ SURROGATES: dict[str, Surrogate] = {
 }
 
 
-# The settings of the loss. What there is to choose from, the tables say. Loads no torch: the driver reads it.
-
 OWN = "path/file.py:function"
 
 if TYPE_CHECKING:
     Kind: TypeAlias = str
     Advantage: TypeAlias = str
-else:  # the names of the tables, which a type checker cannot read
+else:  # a type checker cannot evaluate the names of the tables
     Kind, Advantage = Literal[tuple(LOSSES)], Literal[tuple(ADVANTAGES)]
 
 
@@ -221,12 +223,13 @@ class LossConfig(Frozen):
 
     @property
     def several_updates(self) -> bool:
-        """Whether the surrogate holds a policy near the one that its batch began with."""
+        """Whether the surrogate may be used with learner.updates_per_batch above 1."""
         return not self.own and SURROGATES[self.ratio].several_updates
 
     @property
     def arguments(self) -> Bounds:
-        """Of the chosen surrogate, all of them; of a user's own those that are given, the others are its defaults."""
+        """The settings with which the surrogate is called: the paper's values, replaced by `bounds`. A user's own
+        function is called with `bounds` alone, and its parameters' defaults stand for the rest."""
         papers = Bounds() if self.own else SURROGATES[self.ratio].settings
         return papers | self.bounds
 
@@ -243,7 +246,7 @@ class LossConfig(Frozen):
     @field_validator("bounds", mode="before")
     @classmethod
     def _bounds_are_numbers(cls, bounds: Any) -> Any:
-        """To Python true is 1."""
+        """Refuses unknown names, and bools, which would count as the numbers 0 and 1."""
         if not isinstance(bounds, dict):
             raise ValueError(f"must be given by name, for example {{cap: 2}} (got {bounds!r})")
         for name, value in bounds.items():

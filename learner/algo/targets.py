@@ -1,7 +1,7 @@
-"""What the learner derives from a batch: of each token its advantage, and of each completion its weight in the loss,
-whether it is trained on, and in which update.
+"""The targets that the learner computes from a batch: the advantage of each token; the weight of each completion in the
+loss, whether it is trained on, and in which update; and with PPO the returns that the value learns.
 
-Pure. Letters: R completions of the batch, M their tokens, U updates.
+Pure functions. Letters: R completions of the batch, M their tokens, U updates.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from learner.batch.micro_batch import Rows
 
 
 class Settings(Protocol):
-    """What targets depend on of learner.config.settings.LearnerConfig, which is made from this package's tables."""
+    """The part of learner.config.settings.LearnerConfig that targets depend on. LearnerConfig itself cannot be imported
+    here, since it imports this package."""
 
     @property
     def loss(self) -> LossConfig: ...
@@ -28,17 +29,18 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Of each token, or of each completion."""
+    """The targets of a batch, for each token or for each completion."""
 
     advantages: npt.NDArray[np.float64]  # [M] 0 without a reward
-    coefficients: npt.NDArray[np.float64]  # [R] weight of each of its sampled tokens in the loss of its update
-    # [R] false without a reward, if it is masked, or if its gradient is exactly 0, as with a loss of one's own none is
+    coefficients: npt.NDArray[np.float64]  # [R] weight of each sampled token of the completion in its update's loss
+    # [R] false if the completion has no reward, is masked, or is known to have gradient 0 (never with a user's own
+    # surrogate, of which that is not known)
     trained: npt.NDArray[np.bool_]
-    update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from it
+    update: npt.NDArray[np.int64]  # [R] 0 to U - 1, the update that learns from the completion
 
 
 def learnable(rows: Rows, loss: LossConfig) -> npt.NDArray[np.bool_]:
-    """[R] whether a completion may be trained on at all: it has a reward and is not masked."""
+    """Returns [R] whether a completion may be trained on: it has a reward and is not masked."""
     masked = rows.truncated & loss.mask_truncated
     return np.asarray(np.isfinite(rows.of_rows(np.concatenate([np.empty(0), *rows.rewards]))) & ~masked)
 
@@ -46,14 +48,16 @@ def learnable(rows: Rows, loss: LossConfig) -> npt.NDArray[np.bool_]:
 def targets_of(
     rows: Rows, config: Settings, max_completion_length: int, advantages: npt.NDArray[np.float64] | None = None
 ) -> Targets:
-    """Whole groups go to the updates in their order, as evenly as possible. An advantage is worked out over the batch,
-    a coefficient over the trajectories of the update, which is an optimizer batch of its own: however many rows a
-    trajectory has, it counts once.
+    """Returns the targets of a batch.
 
-    advantages: [M] PPO's, with which all that is learnable trains; None: GRPO's of the groups.
+    Whole groups go to the updates in their order, as evenly as possible. Advantages are computed over the batch;
+    coefficients over the trajectories of an update, in which a trajectory counts once, however many rows it has.
 
     With loss.mask_truncated (DAPO 2503.14476, section 3.4; mask_truncated_completions in TRL) a completion that was cut
-    off has no tokens in the loss; its reward counts in the advantages of its group all the same.
+    off has no tokens in the loss, but its reward counts in the advantages of its group.
+
+    advantages: [M] PPO's advantages, with which all learnable completions are trained on; None: GRPO's are computed
+        from the rewards.
     """
     loss, updates = config.loss, config.updates_per_batch
     if not rows.rewards:
@@ -75,20 +79,20 @@ def targets_of(
     return Targets(advantages, rows.of_rows(coefficients), trained, rows.of_rows(update))
 
 
-# What PPO derives from a batch and the values of its tokens: advantages for the policy, returns for the value. Pure.
+# PPO's advantages for the policy and returns for the value.
 #
-# The KL to a reference is in the policy's loss (learner.loss.beta), as GRPO has it, and not in the rewards: the value
-# then tells the reward alone, and what is logged as reward is what is trained on.
+# The KL to a reference is in the policy's loss (learner.loss.beta), as with GRPO, and not in the rewards. So the value
+# predicts the reward alone, and the reward that is logged is the reward that is trained on.
 
 Float = npt.NDArray[np.float64]
 
-# Of a value, by which it may be another one if its micro-batch is: in 16 bits 1.2 roundings of its size, root mean
-# square, between packed and padded rows (of the tests' Llama).
+# A value depends on the micro-batch in which it is computed. ROUNDED bounds the difference, in roundings of a number of
+# the values' size: for the tests' Llama in 16 bits it was 1.2 (root mean square) between packed and padded rows.
 ROUNDED = 2.0
 
 
 class Discounts(Protocol):
-    """Of learner.config.settings.ValueConfig."""
+    """The part of learner.config.settings.ValueConfig that PPO's advantages depend on."""
 
     @property
     def gamma(self) -> float: ...
@@ -99,16 +103,16 @@ class Discounts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """Of each token of a batch; 0 where it is not trained on."""
+    """PPO's targets for each token of a batch; they are 0 where the token is not trained on."""
 
-    values: Float  # [M] of the state before the token
-    returns: Float  # [M] what the values are to be: value and advantage
+    values: Float  # [M] the value of the state before the token
+    returns: Float  # [M] the target of the value: value + advantage
     advantages: Float  # [M] whitened
-    trained: npt.NDArray[np.bool_]  # [M]
-    known_to: float = 0.0  # about what the values have been rounded to
+    trained: npt.NDArray[np.bool_]  # [M] whether the token is trained on
+    known_to: float = 0.0  # approximate absolute rounding error of the values
 
     def metrics(self) -> dict[str, float]:
-        """value/mean and value/explained_variance over the trained tokens, as far as there are any."""
+        """Returns value/mean and value/explained_variance over the trained tokens; no metric where it is undefined."""
         values, returns = self.values[self.trained], self.returns[self.trained]
         if len(values) == 0:
             return {}
@@ -125,10 +129,12 @@ def assess(
     config: Discounts,
     rounding: float = 2**-23,
 ) -> Assessment:
-    """Args:
-    values: [M] of the state before each token; read where a trained completion was sampled.
-    trained: [R] the completions that are trained on.
-    rounding: the distance from 1 to the next number of the type that the values were computed in.
+    """Returns PPO's targets from the values of a batch.
+
+    Args:
+        values: [M] the value of the state before each token; read only at sampled tokens of trained completions.
+        trained: [R] whether the completion is trained on.
+        rounding: machine epsilon of the dtype that the values were computed in.
     """
     sampled = np.ones(len(rows.completions), np.bool_) if rows.sampled is None else rows.sampled
     own = np.repeat(trained, rows.lengths) & sampled
@@ -140,8 +146,8 @@ def assess(
 
 
 def token_rewards(rows: Rows) -> Float:
-    """[M] of each token: a turn's reward at the turn's last one, and all else that the trajectory got at the last one
-    that the policy sampled; nan there without a reward."""
+    """Returns [M] the reward of each token. A turn's reward is at the turn's last token; the rest of the trajectory's
+    reward is at the last token that the policy sampled, and is nan if the trajectory has no reward."""
     rewards = np.zeros(len(rows.completions)) if rows.turn_rewards is None else rows.turn_rewards.copy()
     owner = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
     rest = np.concatenate([np.empty(0), *rows.rewards]) - np.bincount(owner, rewards, minlength=len(rows.lengths))

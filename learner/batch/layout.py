@@ -1,4 +1,7 @@
-"""Where completions lie in a packed row, and the blocks of attention that follow from it."""
+"""Where completions lie in a packed row, and the blocks and tiles in which learner.model.attention computes the row.
+
+`Layout` is the entry: it holds the segments of a row and makes masks, tiles or FlashAttention's arguments of them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,20 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Tiles of attention that are computed at once: where completions are short, each for itself is mostly calls.
+# Tiles of short completions are computed in batches, since the overhead of a call takes longer than a small tile.
 
-# Products of a tile's queries with its keys, up to which its calls take longer than they: then a batch is faster, 3 to
-# 1.1 times for heads of 128 to 384 numbers together. Of larger tiles the padding costs more than the calls, and of
-# fewer tiles the copies.
+# A tile is small up to SMALL = queries * keys * width. A batch of small tiles is 3 to 1.1 times faster than single
+# calls, for a width of 128 to 384 (all heads of a token together). With larger tiles the padding costs more than the
+# calls; with fewer than FEWEST tiles the copies do.
 SMALL, FEWEST = 2**20, 8
 
-# Of the scores that one head has of the tiles of a batch, with padding: at most so many, and at most so many times
-# those that are needed.
+# Most scores that one head computes in a batch of tiles, padding included: in number, and as a multiple of the scores
+# that are needed.
 MOST_SCORES, MOST_PADDED = 2**16, 3
 
 
 class Tile(NamedTuple):
-    """Queries [start, stop) of a segment that begins at `own`; they see the prefix and the segment up to themselves."""
+    """Queries [start, stop) of the segment that begins at `own`. They see the prefix [prefix_start, prefix_stop), and
+    the segment up to themselves."""
 
     start: int
     stop: int
@@ -31,15 +35,16 @@ class Tile(NamedTuple):
 
 
 class TileBatch(NamedTuple):
-    """B tiles, padded to T queries and S keys: the prefix, then the segment's own tokens up to the tile's last one.
+    """B tiles, padded to T queries and S keys. The keys of a tile are the prefix, then the segment's own tokens up to
+    the tile's last query.
 
-    Padding repeats the tile's last token. What a padded query sees counts nowhere, and no query sees a padded key.
+    Padding repeats the tile's last token. The output of a padded query is dropped, and no query sees a padded key.
     """
 
-    keys: Tensor  # [B S] int64, places in the row
-    hidden: Tensor  # [B, 1, T, 1, S] bool: keys that a query does not see
-    real: Tensor  # [M] int64: which of the B T queries are no padding
-    places: Tensor  # [M] int64, theirs in the row
+    keys: Tensor  # [B S] int64, index of each key in the row
+    hidden: Tensor  # [B, 1, T, 1, S] bool, true for a key that the query does not see
+    real: Tensor  # [M] int64, indices in [B T] of the queries that are not padding
+    places: Tensor  # [M] int64, index of those queries in the row
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -49,9 +54,13 @@ class TileBatch(NamedTuple):
 
 
 def batched(tiles: Sequence[Tile], width: int) -> tuple[list[Tile], list[TileBatch]]:
-    """Those that are computed alone, and the others in batches. width: of all heads of a token together."""
+    """Returns the tiles that are computed alone, and the others in batches.
+
+    width: numbers of all heads of a token together.
+    """
     small = [tile for tile in tiles if math.prod(_size(tile)) * width <= SMALL]
-    prompts = [tile for tile in small if tile.prefix_start == tile.prefix_stop]  # not like completions: square
+    # Prompts have as many keys as queries, so they are batched apart from completions, which have more keys.
+    prompts = [tile for tile in small if tile.prefix_start == tile.prefix_stop]
     completions = [tile for tile in small if tile.prefix_start < tile.prefix_stop]
     parts = [part for kind in (prompts, completions) for part in _alike(sorted(kind, key=_size))]
     batches = [part for part in parts if len(part) >= FEWEST]
@@ -60,12 +69,12 @@ def batched(tiles: Sequence[Tile], width: int) -> tuple[list[Tile], list[TileBat
 
 
 def _size(tile: Tile) -> tuple[int, int]:
-    """(keys, queries)."""
+    """Returns (keys, queries)."""
     return tile.prefix_stop - tile.prefix_start + tile.stop - tile.own, tile.stop - tile.start
 
 
 def _alike(tiles: Sequence[Tile]) -> list[list[Tile]]:
-    """In their order, in parts that may be batches."""
+    """Divides the tiles, in their order, into parts whose padding is within the limits."""
     parts: list[list[Tile]] = []
     needed = longest = 0
     for tile in tiles:
@@ -96,13 +105,14 @@ def _batch(tiles: Sequence[Tile]) -> TileBatch:
     )
 
 
-# Segments that share a prefix are computed by one call of the kernel, as long as together they have no more tokens than
-# the prefix, or than this many. The call replaces several, and at most half of the scores it computes are masked out.
+# Segments that share a prefix are computed in one call of the kernel, as long as together they have no more tokens than
+# the prefix, or than BLOCK. At most half of the scores that the call computes are then masked out.
 BLOCK = 128
 
 
 class Segment(NamedTuple):
-    """Tokens [start, stop) of a row, which attend to [prefix_start, prefix_stop) too (empty if they are equal)."""
+    """Tokens [start, stop) of a row, which attend causally to one another and to all of [prefix_start, prefix_stop).
+    The prefix is empty if its two ends are equal."""
 
     start: int
     stop: int
@@ -111,21 +121,23 @@ class Segment(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Neighbouring segments that share a prefix, or one segment without."""
+    """Neighbouring segments that share a prefix, or one segment without a prefix."""
 
     prefix: int | None  # index of the block that is the prefix
     prefix_length: int
-    lengths: list[int]  # of its segments
+    lengths: list[int]  # tokens of each segment
 
 
 class Layout:
-    """The segments of a row, and what the kernels make of them: once for a row, then shared by all layers.
+    """The segments of a packed row, and a cache of what attention derives from them, which all layers share.
 
     Args:
-        segments: tile the row from 0, in order, none empty; a prefix is a whole segment without a prefix.
+        segments: none is empty, and in order they cover the row from 0; a prefix is a whole segment without a prefix.
 
     Attributes:
         reach: most tokens that a query sees, itself included.
+        blocks: the segments, joined into blocks.
+        sizes: tokens of each block.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -136,7 +148,12 @@ class Layout:
         self._made: dict[Any, Any] = {}
 
     def mask(self, index: int, window: int | None, like: Tensor) -> Tensor | None:
-        """[M, P + M], 0 where a query of the block sees a key of prefix and block, else -inf; None if just causal."""
+        """Returns the attention bias [M, P + M] of a block of M tokens with a prefix of P: 0 where a query sees a key,
+        else -inf. It is None if plain causal attention does the same.
+
+        index: index of the block. window: tokens of the sliding window; None: there is none. like: a tensor that gives
+        dtype and device.
+        """
         block = self.blocks[index]
         if block.prefix is None and (window is None or window >= block.lengths[0]):
             return None
@@ -147,7 +164,8 @@ class Layout:
         return made
 
     def tiles(self, size: int, width: int) -> tuple[list[Tile], list[TileBatch]]:
-        """The queries of each segment, `size` at a time: those that are computed alone, and the others in batches."""
+        """Returns the queries of each segment in tiles of `size`: tiles that are computed alone, and batches of the
+        others (see `batched`)."""
         key = "tiles", size, width
         if key not in self._made:
             tiles = [
@@ -160,7 +178,7 @@ class Layout:
         return made
 
     def ragged(self, device: torch.device) -> "Ragged":
-        """The same for FlashAttention."""
+        """Returns the segments as FlashAttention's arguments."""
         if "ragged" not in self._made:
             self._made["ragged"] = _ragged(self.segments, device)
         made: Ragged = self._made["ragged"]
@@ -168,9 +186,9 @@ class Layout:
 
 
 class Ragged(NamedTuple):
-    """Segments as FlashAttention wants them; keys are gathered, so that each segment has its prefix before it."""
+    """Segments as FlashAttention's arguments. Keys are gathered, so that each segment has its prefix before it."""
 
-    keys: Tensor  # [sum of P + T] int64, places in the row
+    keys: Tensor  # [sum of P + T] int64, index of each key in the row
     query_ends: Tensor  # [S + 1] int32, cumulative lengths
     key_ends: Tensor  # [S + 1] int32
     longest_query: int
@@ -179,7 +197,7 @@ class Ragged(NamedTuple):
 
 def _blocks(segments: list[Segment]) -> list[Block]:
     blocks: list[Block] = []
-    places: dict[tuple[int, int], int] = {}  # of the segments that may be prefixes
+    places: dict[tuple[int, int], int] = {}  # index of the block of each segment that may be a prefix
     before: Segment | None = None
     for segment in segments:
         length, prefix = segment.stop - segment.start, segment[2:]

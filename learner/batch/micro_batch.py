@@ -1,9 +1,14 @@
-"""Rows of an optimizer batch -> micro-batches under a token budget.
+"""Makes the micro-batches of an optimizer batch: reads its groups, packs completions under a token budget, and divides
+the micro-batches among ranks.
 
-Packed, a micro-batch is one row without padding, in which the completions of a group share one prompt (see
-learner.model.attention). Padded, it is a row per completion: for models that cannot attend to a packed row.
-Letters: B rows of a micro-batch, L its length, C completions and N their tokens
-in it.
+A packed micro-batch is one row without padding, in which the completions of a group share one prompt (see
+learner.model.attention). A padded micro-batch has one row per completion, for models that cannot attend to a packed
+row. A completion includes what an environment said between its turns; such tokens count in M, but are not predicted.
+
+Letters: P prompt tokens; T tokens after the prompt; R completions of the optimizer batch, M their tokens; K
+trajectories (a trajectory is one completion, except with env.history "template", where it may be several rows, see
+rollout.schema); B rows of a micro-batch, L their length; C completions of a micro-batch, N the tokens in it that the
+policy sampled.
 """
 
 import math
@@ -23,43 +28,39 @@ from torch import Tensor
 from learner.batch.layout import Layout, Segment
 from rollout.schema import check, lasts, masks_of, ragged, rewards_of, whole
 
-# The columns of a batch's groups that the learner needs, read out of their Arrow tables.
-#
-# Letters: P prompt tokens, T tokens after the prompt, R completions and M their tokens in the optimizer batch, K
-# trajectories (of one completion each, but with env.history "template" several: rows of rollout.schema), C
-# completions and N the tokens of theirs that the policy sampled in a micro-batch. What an environment said between its
-# turns belongs to a completion, and to M, but is not predicted.
-
 
 @dataclass(frozen=True)
 class Rows:
-    """The completions of one optimizer batch, group after group; [M] arrays hold their tokens one after the other."""
+    """The completions of one optimizer batch, group after group: the columns that the learner needs.
 
-    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, nan where a reward function failed; K in all
+    An [M] array holds a number for each token, completion after completion.
+    """
+
+    rewards: list[npt.NDArray[np.float64]]  # one [G] per group, together [K]; nan where a reward function failed
     prompts: list[npt.NDArray[np.int32]]  # [R] views into the Arrow tables
     completions: npt.NDArray[np.int32]  # [M] token ids
-    behavior: npt.NDArray[np.float32]  # [M] logprobs of the sampler, nats
-    versions: npt.NDArray[np.int32]  # [M] policy version of each token
+    behavior: npt.NDArray[np.float32]  # [M] the sampler's logprobs, nats
+    versions: npt.NDArray[np.int32]  # [M] policy version that sampled the token
     lengths: npt.NDArray[np.int64]  # [R] T of each completion
-    truncated: npt.NDArray[np.bool_]  # [R] whether it was cut at rollout.max_completion_length
-    sampled: npt.NDArray[np.bool_] | None = None  # [M] whether the policy sampled the token; None: all of them
-    # [M] of the turn that ends with the token; None: no turn has one
+    truncated: npt.NDArray[np.bool_]  # [R] whether the completion was cut at rollout.max_completion_length
+    sampled: npt.NDArray[np.bool_] | None = None  # [M] whether the policy sampled the token; None: all tokens are
+    # [M] the reward of the turn that ends with the token, else 0; None: no turn has a reward
     turn_rewards: npt.NDArray[np.float64] | None = None
-    owners: npt.NDArray[np.int64] | None = None  # [R] which of the K trajectories a row is of; None: each of its own
+    owners: npt.NDArray[np.int64] | None = None  # [R] index of the row's trajectory in [K]; None: row i is trajectory i
 
     def of_rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """[K] of each trajectory -> [R] of each of its rows."""
+        """[K] a value of each trajectory -> [R] the value of each row's trajectory."""
         return values if self.owners is None else values[self.owners]
 
     def of_trajectories(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[R] of each row -> [K] the sum over a trajectory's rows."""
+        """[R] a count of each row -> [K] the sum over each trajectory's rows."""
         if self.owners is None:
             return counts
         return np.bincount(self.owners, counts, minlength=sum(map(len, self.rewards))).astype(np.int64)
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """[R] tokens of each completion that the policy sampled."""
+        """[R] the number of tokens of each completion that the policy sampled."""
         if self.sampled is None:
             return self.lengths
         total = np.concatenate([[0], np.cumsum(self.sampled)])
@@ -67,30 +68,30 @@ class Rows:
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        """[R] where in [M] each completion begins."""
+        """[R] the index in [M] at which each completion begins."""
         return np.cumsum(self.lengths) - self.lengths
 
     @property
     def highest_id(self) -> int:
-        """Of all tokens; 0 if there are none."""
+        """The highest token id of prompts and completions; 0 if there are no tokens."""
         return int(np.concatenate([[0], *self.prompts, self.completions]).max())
 
     def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
-        """[N] where in [M] the sampled tokens of the chosen completions stand, completion after completion."""
+        """[N] the indices in [M] of the sampled tokens of the chosen completions, completion after completion."""
         every = ranges(self.starts[chosen], self.lengths[chosen])
         return every if self.sampled is None else every[self.sampled[every]]
 
     def inputs(self, chosen: Sequence[int]) -> npt.NDArray[np.int32]:
-        """All their tokens but the last of each, which predicts nothing."""
+        """All tokens of the chosen completions except the last of each, which predicts nothing."""
         return self.completions[ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
 
 def read(groups: Sequence[pa.Table]) -> Rows:
-    """The columns that the learner needs.
+    """Reads the columns that the learner needs out of the groups' Arrow tables.
 
     Raises:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
-            or a logprob is not finite (masked as a ratio, it would go unseen).
+            or a logprob is not finite (the objective would mask its ratio, so nobody would see the fault).
     """
     tables = [check(group) for group in groups]
     kinds = {"completion_ids": np.int32, "behavior_logprobs": np.float32, "token_versions": np.int32}
@@ -126,7 +127,7 @@ def read(groups: Sequence[pa.Table]) -> Rows:
 
 
 def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-    """[M] loss_mask of all rows; None where no row has one."""
+    """[M] the loss_mask of all rows; None where no row has a loss_mask."""
     if all(table.column("loss_mask").null_count == len(table) for table in tables):
         return None
     masks = [mask for table in tables for mask in masks_of(table)]
@@ -142,7 +143,7 @@ def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.
 def _turn_rewards(
     tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64], sampled: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.float64] | None:
-    """[M] each turn's reward at its last token; None where no turn has one."""
+    """[M] each turn's reward at the turn's last token, else 0; None where no turn has a reward."""
     if all(pc.sum(pc.list_value_length(table.column("turns"))).as_py() == 0 for table in tables):
         return None
     starts, rewards = np.cumsum(lengths) - lengths, np.zeros(int(lengths.sum()))
@@ -164,27 +165,26 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]
 
 
 def ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[sum of lengths] start, start + 1, … of each range, range after range."""
+    """[sum of lengths] the integers start, start + 1, … of each range, range after range."""
     stops = np.cumsum(lengths)
     return np.asarray(np.arange(lengths.sum()) + np.repeat(starts - (stops - lengths), lengths))
 
 
-# How finely a batch is divided for several ranks: by its own tokens, never by the number of ranks, on which no bit of
-# the result may depend.
-
-MOST, FEWEST = 64, 4  # micro-batches that are wanted
-REPEATED = 0.05  # of the batch: most that prompts may add which stand in several micro-batches
+MOST, FEWEST = 64, 4  # most and fewest micro-batches into which `fine_budget` divides a batch
+REPEATED = 0.05  # largest share of the batch's tokens that prompts repeated in several micro-batches may add
 
 
 def fine_budget(families: Sequence[tuple[int, int]], budget: int, least: int) -> int:
-    """The token budget of a batch that is divided finely, at most `budget`.
+    """Returns the token budget for a batch that is divided among several ranks; it is at most `budget`.
 
-    The finest of 64, 32, … 4 pieces in which prompts that are repeated add no more than 5 % to the tokens; if none is,
-    the batch is divided as for one rank.
+    The batch is divided into 64, 32, … or 4 pieces: the most pieces for which repeated prompts add no more than 5 % to
+    the tokens. If they add more even with 4, the budget stays. The division depends on the batch's tokens and never on
+    the number of ranks, since no bit of the result may depend on the number of ranks.
 
     Args:
-        families: (tokens of the prompt, of the completions that share it), without those that predict nothing.
-        least: tokens of a micro-batch, below which it takes more time than its division saves.
+        families: for each prompt (its tokens, the tokens of the completions that share it), without tokens that predict
+            nothing.
+        least: least tokens of a micro-batch; a smaller one costs more time than the division saves.
     """
     whole = sum(prompt + own for prompt, own in families)
     pieces = MOST
@@ -200,32 +200,33 @@ def fine_budget(families: Sequence[tuple[int, int]], budget: int, least: int) ->
 
 
 def _parts(prompt: int, own: int, tokens: int) -> int:
-    """Of a family, in micro-batches of so many tokens."""
+    """Returns the number of micro-batches of `tokens` tokens over which a prompt and its completions are spread."""
     return max(1, math.ceil(own / max(tokens - prompt, 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass needs. Every [N] tensor speaks of sampled tokens, row after row.
+    """What one forward and backward pass needs. An [N] tensor has a number for each sampled token, row after row.
 
     The last token of a completion predicts nothing and is left out of `ids`.
     """
 
     ids: Int[Tensor, "B L"]  # int64; B = 1 if packed, else right-padded with 0
-    index: Int[Tensor, " N"]  # int64, position in the flattened [B * L] of the state that predicts the token
+    index: Int[Tensor, " N"]  # int64, index in the flattened [B * L] of the hidden state that predicts the token
     targets: Int[Tensor, " N"]  # int64 token ids
-    behavior: Float[Tensor, " N"]  # float32, logprobs of the sampler
-    versions: Int[Tensor, " N"]  # int32
+    behavior: Float[Tensor, " N"]  # float32, the sampler's logprobs, nats
+    versions: Int[Tensor, " N"]  # int32, policy version that sampled the token
     advantages: Float[Tensor, " N"]  # float32
     coefficients: Float[Tensor, " N"]  # float32, weight of the token in the loss of the whole optimizer batch
-    lengths: Int[Tensor, " C"]  # int64, sampled tokens of each completion: they are whole
-    places: Int[Tensor, " N"]  # int64, where the token stands in Rows
-    positions: Int[Tensor, "1 L"] | None = None  # int64 if packed: place of each token in its own sequence
-    layout: Layout | None = None  # of the packed row
-    idle: bool = False  # nothing is learned from it (see idle_copy)
+    lengths: Int[Tensor, " C"]  # int64, sampled tokens of each completion; a completion is never divided
+    places: Int[Tensor, " N"]  # int64, index of the token in the [M] arrays of Rows
+    positions: Int[Tensor, "1 L"] | None = None  # int64, place of each token in its own sequence; None: padded
+    layout: Layout | None = None  # the segments of the packed row; None: padded
+    idle: bool = False  # whether its gradients are set to zero (see idle_copy)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """A copy on `device`; with a layout of its own, so that what attention makes of it goes with the copy."""
+        """Returns a copy on `device`. It has a new Layout, so that the masks and tiles which attention caches in the
+        layout are freed with the copy."""
         values = {name: getattr(self, name) for name in self.__slots__}
         tensors: dict[str, Any] = {
             name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)
@@ -233,16 +234,16 @@ class MicroBatch:
         return replace(self, **tensors, layout=self.layout and Layout(self.layout.segments))
 
     def idle_copy(self) -> "MicroBatch":
-        """For a rank that has no further micro-batch of its own, and whose shards of the base the others need in a
-        pass: the same pass, whose gradients are zeros."""
+        """Returns a copy from which nothing is learned. A rank without a further micro-batch computes it, since the
+        other ranks need its shards of the base in their pass; the gradients of the copy are zeros."""
         return replace(self, idle=True)
 
 
 class _Part(NamedTuple):
     """Completions that share their prompt within one packed row."""
 
-    rows: list[int]
-    tokens: int
+    rows: list[int]  # indices in Rows
+    tokens: int  # with the prompt
 
 
 def micro_batches(
@@ -255,15 +256,17 @@ def micro_batches(
     packed: bool,
     fine: int | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of the trained completions, the largest first so that a budget too large fails at once.
+    """Returns the micro-batches of the trained completions, the largest first so that a budget too large fails at once.
 
-    Packed, groups stay whole where the budget allows; one that is larger is split, with its prompt in every part.
+    In packed micro-batches a group stays whole where the budget allows. A larger group is split, with its prompt in
+    every part.
 
     Args:
-        advantages: [M] of each token.
-        coefficients, trained: [R], the second a mask.
-        token_budget: most tokens B * L of a micro-batch, padding included; a longer completion goes alone.
-        fine: divided for several ranks, into micro-batches of at least so many tokens.
+        advantages: [M] the advantage of each token.
+        coefficients: [R] the weight of each token of a completion in the loss.
+        trained: [R] whether the completion is trained on.
+        token_budget: most tokens B * L of a micro-batch, padding included; a completion longer than that gets its own.
+        fine: least tokens of a micro-batch where the batch is divided for several ranks (fine_budget); None: it is not.
     """
     chosen = np.flatnonzero(trained & (rows.counts > 0))
     if fine is not None:
@@ -286,7 +289,7 @@ def micro_batches(
 
 
 def _sizes(rows: Rows, chosen: npt.NDArray[np.int64], *, packed: bool) -> list[tuple[int, int]]:
-    """(tokens of the prompt, of the completions that share it in a packed row); padded, none shares it."""
+    """Returns the families for `fine_budget`. In padded micro-batches no completions share a prompt."""
     lengths = [len(rows.prompts[row]) for row in chosen]
     own = rows.lengths[chosen] - 1
     if not packed:
@@ -299,7 +302,7 @@ def _sizes(rows: Rows, chosen: npt.NDArray[np.int64], *, packed: bool) -> list[t
 
 
 def _parts_of_rows(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> list[_Part]:
-    """Completions by prompt, the longest first, each family whole if it fits the budget."""
+    """Groups the completions by prompt, the longest first; those of a prompt stay together if they fit the budget."""
     families: dict[bytes, list[int]] = {}
     for row in chosen[np.argsort(-rows.lengths[chosen], kind="stable")].tolist():
         families.setdefault(rows.prompts[row].tobytes(), []).append(row)
@@ -320,7 +323,8 @@ def _parts_of_rows(rows: Rows, chosen: npt.NDArray[np.int64], budget: int) -> li
 
 
 def _bins(parts: list[_Part], budget: int) -> list[list[_Part]]:
-    """First fit, largest first: at most 22 % more micro-batches than the fewest possible (Johnson 1974)."""
+    """Packs parts into micro-batches by first-fit decreasing: at most 22 % more than the fewest possible (Johnson
+    1974)."""
     bins: list[list[_Part]] = []
     filled: list[int] = []
     for part in sorted(parts, key=lambda part: -part.tokens):
@@ -334,7 +338,7 @@ def _bins(parts: list[_Part], budget: int) -> list[list[_Part]]:
 
 
 def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layout]:
-    """(ids [1, L], index [N], positions [1, L], layout) of one packed row."""
+    """Returns (ids [1, L], index [N], positions [1, L], layout) of a packed row."""
     ids: list[npt.NDArray[Any]] = []
     positions: list[npt.NDArray[Any]] = []
     index: list[npt.NDArray[Any]] = []
@@ -349,9 +353,9 @@ def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layou
         ids += [prompt, rows.inputs(part.rows)]
         positions += [np.arange(len(prompt)), ranges(np.full_like(inputs, len(prompt)), inputs)]
         index.append(ranges(starts - 1, lengths))
-        index[-1][np.cumsum(lengths) - lengths] = end - 1  # the first token of each is predicted by the prompt's last
+        index[-1][np.cumsum(lengths) - lengths] = end - 1  # the prompt's last token predicts the first of each
         stop = int(stops[-1])
-        # A single completion shares its prompt with no other: plain causal attention from the first token.
+        # A single completion shares its prompt with no other, so both are one segment of plain causal attention.
         segments.append(Segment(begin, end if len(part.rows) > 1 else stop))
         if len(part.rows) > 1:
             own = zip(starts[inputs > 0].tolist(), stops[inputs > 0].tolist(), strict=True)
@@ -364,7 +368,7 @@ def _pack(rows: Rows, parts: list[_Part]) -> tuple[Tensor, Tensor, Tensor, Layou
 
 
 def _pad(rows: Rows, chosen: list[int]) -> tuple[Tensor, Tensor]:
-    """(ids [B, L], index [N]) of right-padded rows."""
+    """Returns (ids [B, L], index [N]) of right-padded rows."""
     lengths = rows.lengths[chosen]
     starts = np.array([len(rows.prompts[row]) for row in chosen])
     stops = starts + lengths - 1
@@ -387,7 +391,7 @@ def _batch(
     layout: Layout | None = None,
 ) -> MicroBatch:
     counts, places = rows.counts[chosen], rows.places(chosen)
-    if rows.sampled is not None:  # the head computes no logprobs of what the policy did not sample
+    if rows.sampled is not None:  # the head computes no logprobs of tokens that the policy did not sample
         index = index[torch.from_numpy(rows.sampled[ranges(rows.starts[chosen], rows.lengths[chosen])])]
     return MicroBatch(
         ids=ids,
@@ -404,14 +408,12 @@ def _batch(
     )
 
 
-# Which rank takes which micro-batch: a pure function that every rank computes for itself.
-
-
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The places of each rank's micro-batches, in order; some ranks have none where there are fewer than ranks.
+    """Returns for each rank the ascending indices of its micro-batches. Every rank computes this function by itself.
 
-    The largest first, each to the rank that has least so far, the lowest of equals: the fullest has at most 4/3 of the
-    least that is possible (Graham 1969), and no more than the emptiest and one micro-batch together.
+    The micro-batches are given out largest first, each to the rank that has the fewest tokens so far, and among equals
+    to the lowest rank. The fullest rank has at most 4/3 of the smallest possible maximum (Graham 1969), and at most one
+    micro-batch more than the emptiest. With fewer micro-batches than ranks some ranks have none.
 
     Args:
         sizes: tokens of each micro-batch, padding included.
@@ -425,37 +427,35 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(places) for places in own]
 
 
-# Micro-batches in which whole sequences are read, the last token of each completion included: for what is said of a
-# sequence, where the learner's own leave out the token that predicts nothing.
-
-
 @dataclass(frozen=True, slots=True)
 class WholeBatch:
-    """A micro-batch, and of each of its completions which it is and where its sequence ends."""
+    """A micro-batch that holds the last token of each completion, too, to score whole sequences with a reward model.
 
-    batch: MicroBatch  # of its fields only ids, positions and layout mean something
-    rows: npt.NDArray[np.int64]  # [C] index in Rows
-    ends: Int[Tensor, " C"]  # int64, position in the flattened ids of the token that speaks for the sequence
+    It has the interface learner.trainer.memory_limit.Pass.
+    """
+
+    batch: MicroBatch  # only its fields ids, positions and layout mean something
+    rows: npt.NDArray[np.int64]  # [C] index of each completion in Rows
+    ends: Int[Tensor, " C"]  # int64, index in the flattened ids of the token whose score is that of the sequence
 
     @property
     def ids(self) -> Int[Tensor, "B L"]:
-        """Of the micro-batch."""
         return self.batch.ids
 
     def idle_copy(self) -> "WholeBatch":
-        """Itself: it is read, and never learned from."""
+        """Returns the micro-batch itself, since nothing is ever learned from it."""
         return self
 
 
 def whole_batches(
     rows: Rows, token_budget: int, *, packed: bool, pad: int | None, fine: int | None = None
 ) -> list[WholeBatch]:
-    """All completions of the batch, the largest micro-batch first.
+    """Returns micro-batches of all completions of the batch, the largest first.
 
     Args:
-        token_budget, fine: as of `micro_batches`.
-        pad: the model's padding token, or None. The sequence ends with its last token that is not this one, as in
-            transformers' sequence classification; the first, where all are.
+        token_budget, packed, fine: see `micro_batches`.
+        pad: the model's padding token, or None. A sequence ends with its last token that is not the padding token, as
+            in transformers' sequence classification, or with its first token where all are padding.
     """
     longer = _with_room(rows)
     every = np.ones(len(rows.lengths))
@@ -465,16 +465,17 @@ def whole_batches(
     after = np.array([_after_last(rows, row, pad) for row in range(len(rows.lengths))])
     found = []
     for batch in batches:
-        first = (batch.lengths.cumsum(0) - batch.lengths).numpy()  # of each completion, among the tokens of the batch
+        first = (batch.lengths.cumsum(0) - batch.lengths).numpy()  # index in [N] of each completion's first token
         own = np.searchsorted(longer.starts, batch.places.numpy()[first], side="right") - 1
-        # Token 0 is predicted at the prompt's last token, token t at token t - 1; the prompt lies before in one piece.
+        # `index` of token t is the place of token t - 1, and of token 0 that of the prompt's last token. The prompt is
+        # contiguous, so an end within the prompt is found by counting back from its last token.
         ends = batch.index.numpy()[first + np.maximum(after[own], 0)] + np.minimum(after[own], 0)
         found.append(WholeBatch(batch, own, torch.from_numpy(ends)))
     return found
 
 
 def _after_last(rows: Rows, row: int, pad: int | None) -> int:
-    """Where in the completion the token after the sequence's last would stand; below 0 in the prompt."""
+    """Returns the index in the completion of the token after the sequence's last; it is below 0 within the prompt."""
     prompt, start = rows.prompts[row], int(rows.starts[row])
     ids = np.concatenate([prompt, rows.completions[start : start + int(rows.lengths[row])]])
     real = np.flatnonzero(ids != pad) if pad is not None else np.array([len(ids) - 1])
@@ -482,7 +483,7 @@ def _after_last(rows: Rows, row: int, pad: int | None) -> int:
 
 
 def _with_room(rows: Rows) -> Rows:
-    """The same completions with one token more each, which the micro-batches leave out in place of the last."""
+    """Returns the completions with one more token each; micro-batches leave that one out instead of the real last."""
     tokens = np.zeros(len(rows.completions) + len(rows.lengths), rows.completions.dtype)
     tokens[ranges(rows.starts + np.arange(len(rows.lengths)), rows.lengths)] = rows.completions
     return Rows(

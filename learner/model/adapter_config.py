@@ -1,8 +1,9 @@
-"""What an adapter_config.json must say for the adapter to be trained on (model.adapter) or held close to
-(model.reference): a plain LoRA adapter. Only the file is read; neither torch nor peft is imported.
+"""Checks of adapters and references before a run: an adapter (model.adapter, model.reference, a reward model) must be a
+plain LoRA adapter, and the reference of a model trained as a whole must have its architecture. Only
+adapter_config.json, a model's configuration and headers of weight files are read; neither torch nor peft is imported.
 
-PEFT loads more kinds of adapters than are trained and served here. A setting that would then be exported or served as
-something else is refused, by its name in the file.
+PEFT loads more kinds of adapters than gleaner trains and vLLM serves. A setting in the file with which the exported or
+served adapter would be a different one is refused by its name.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,44 +18,45 @@ from rollout.data.model_files import WEIGHTS_FILE, header, split
 from rollout.data.weight_names import SCORE
 
 CONFIG_FILE = "adapter_config.json"
-PEFT_RANK = 8  # of a file that does not say it
-NOTE = "note: "  # what a line of a trial begins with that is no reason to refuse a run
+PEFT_RANK = 8  # PEFT's rank of an adapter whose file does not say it
+NOTE = "note: "  # prefix of a line of learner.model.trial that is no reason to refuse a run
 HEAD = SCORE
-VLLM_FOLDER = "vllm"  # of the copy under vLLM's names, where it has names of its own
-MODEL = "model"  # folder of a whole model: in the learner's part of a checkpoint, and of a run
+VLLM_FOLDER = "vllm"  # folder of a copy of the adapter with vLLM's names of layers, where these differ from PEFT's
+MODEL = "model"  # folder of a whole model: in the learner's part of a checkpoint, and in a run folder
 
 RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
-# Forms of the first weights that leave the base as it is; pissa, olora, corda, loftq and others change it.
+# Initialisations that leave the base as it is; pissa, olora, corda, loftq and others change it.
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 FREE = {
-    "r", "lora_alpha", "target_modules", "use_rslora",  # what the adapter is; rslora: alpha / sqrt(r), in PEFT and vLLM
-    "lora_dropout", "inference_mode",  # the learner has no dropout, and decides itself what trains
+    "r", "lora_alpha", "target_modules", "use_rslora",  # rslora: alpha / sqrt(r), in PEFT and vLLM
+    "lora_dropout", "inference_mode",  # the learner has no dropout, and decides by itself which weights train
     "base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "eva_config",
-    "megatron_core", "qalora_group_size",  # of forms that are switched on elsewhere
+    "megatron_core", "qalora_group_size",  # these two have an effect only with settings that are refused
 }  # fmt: skip
 FIXED = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": INITIAL}
 
 
 def base_of(model: str) -> dict[str, str | None]:
-    """What PEFT reads of an adapter's base; `model`: ModelConfig.source."""
+    """Returns the entries of adapter_config.json that name the base. model: ModelConfig.source."""
     name, revision = split(model)
     return {"base_model_name_or_path": name, "revision": revision}
 
 
 def served(folder: Path) -> Path:
-    """Where vLLM finds the adapter of a folder: in the copy under its names, if there is one."""
+    """Returns the folder from which vLLM loads an adapter: the copy with vLLM's names if there is one, else
+    `folder`."""
     copy = folder / VLLM_FOLDER
     return copy if (copy / CONFIG_FILE).is_file() else folder
 
 
 def read_adapter(folder: str, key: str) -> dict[str, Any]:
-    """The content of adapter_config.json of a plain LoRA adapter.
+    """Returns the content of adapter_config.json of a plain LoRA adapter.
 
     Args:
         key: the setting that gives the folder, for the message.
 
     Raises:
-        WrongInput: there is none, or it is no plain LoRA adapter.
+        WrongInput: the folder has no adapter_config.json, or is not a plain LoRA adapter.
     """
     content = read_content(folder, key)
     _check_plain(content, Path(folder) / CONFIG_FILE, key)
@@ -62,11 +64,12 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
 
 
 def read_scored(folder: str, key: str) -> dict[str, Any]:
-    """The same of a plain LoRA adapter with a scalar head: PEFT's sequence classification with one label. `r` is set.
+    """Returns the content of adapter_config.json of a plain LoRA adapter with a scalar head: PEFT's sequence
+    classification with one label. `r` is always set.
 
     Raises:
-        WrongInput: there is none, or it is something else, such as a head of two outputs.
-        WrongInput: its weights are not whole.
+        WrongInput: the folder has no such adapter (but, for example, a head of two outputs), or its weights are not
+            complete.
     """
     content, file = read_content(folder, key), Path(folder) / CONFIG_FILE
     if content.get("task_type") != "SEQ_CLS":
@@ -93,11 +96,11 @@ def read_scored(folder: str, key: str) -> dict[str, Any]:
 
 
 def read_content(folder: str, key: str) -> dict[str, Any]:
-    """What adapter_config.json holds, whatever kind of adapter it is. Raises WrongInput, which names `key`."""
+    """Returns the content of adapter_config.json of any kind of adapter. Raises WrongInput, which names `key`."""
     file = Path(folder) / CONFIG_FILE
     try:
         there = file.is_file()
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         there = False
     if not there:
         raise WrongInput(f"{key}: must be a folder with an {CONFIG_FILE}, got {folder:.200}; give one in PEFT's form")
@@ -108,7 +111,8 @@ def read_content(folder: str, key: str) -> dict[str, Any]:
 
 
 def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
-    """The kind comes first: what other kinds have beside it is no setting of a LoRA adapter."""
+    """Raises WrongInput if a setting is not that of a plain LoRA adapter. The kind is checked first, since the settings
+    of other kinds mean nothing for a LoRA adapter."""
     for name, value in sorted(content.items(), key=lambda item: item[0] != "peft_type"):
         allowed = FIXED.get(name)
         if (value not in allowed) if allowed is not None else (value and name not in FREE):
@@ -118,7 +122,7 @@ def _check_plain(content: Mapping[str, Any], file: Path, key: str) -> None:
 
 
 def _why(name: str) -> str:
-    """Reason and next step of an adapter that is refused for this setting."""
+    """Returns why an adapter with this setting is refused, and what to do."""
     if name == "peft_type":
         return "vLLM serves no other kind of adapter; give one of PEFT's LoraConfig"
     why = why_not(name) or "only plain LoRA adapters are trained and served as they are"
@@ -138,10 +142,10 @@ def _check_kind(content: Mapping[str, Any], file: Path, key: str) -> None:
 
 
 def follow(lora: LoraConfig, folder: str) -> LoraConfig:
-    """`lora` with what it leaves open taken from the adapter that training starts from (model.adapter).
+    """Returns `lora` with the fields that are not set taken from the adapter that training starts from (model.adapter).
 
     Raises:
-        WrongInput: the adapter is none to start from, or contradicts what `lora` sets.
+        WrongInput: training cannot start from the adapter, or it contradicts a field that is set.
     """
     content = read_adapter(folder, "model.adapter")
     leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
@@ -159,8 +163,9 @@ def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields
     """Raises WrongInput if the adapter's rank, alpha or targets are not those of `lora`.
 
     Args:
-        content: of the folder's adapter_config.json.
-        fields: those of `lora` that count. Targets all-linear are compared once the model is there.
+        content: the content of the folder's adapter_config.json.
+        fields: the fields of `lora` to compare. Targets all-linear are compared later (learner.model.lora), when the
+            model is there.
     """
     leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
     wanted = lora.targets if lora.targets == "all-linear" else sorted({n.rpartition(".")[2] for n in lora.targets})
@@ -177,18 +182,15 @@ def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields
             )
 
 
-# Checks model.reference of a run that trains the whole model: it must be a whole model of the same architecture.
-#
-# Only configurations are read, no weights.
-
 # Settings of a transformers config that do not change what the learner computes. Dropout and the ids of special tokens
-# do not either; they are recognised by their names below.
+# do not change it either; `check_reference` recognises them by their names.
 REFERENCE_FREE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "initializer_range"}
 
 
 def check_reference(reference: str, path: str) -> None:
-    """Raises WrongInput if `reference` is no whole model, or computes otherwise than that of `path`."""
-    from transformers import AutoConfig  # here: slow to import, and few runs use it
+    """Raises WrongInput if model.reference, in a run that trains the whole model `path`, is not a whole model of the
+    same architecture. Only configurations are read, no weights."""
+    from transformers import AutoConfig  # imported here: it is slow, and few runs use it
 
     if (Path(reference) / CONFIG_FILE).exists():
         raise WrongInput(

@@ -1,17 +1,20 @@
 """Attention over a packed row: completions without padding that share the prompt they follow.
 
-A packed row [1, N] is tiled by segments. The tokens of a segment attend to a prefix elsewhere in the row, if it has
-one, and causally to themselves; nothing else is seen. So G completions of P + T tokens cost P + G T, and the gradient
-is exact: that of the prefix's keys and values sums over the completions (PrefixGrouper, 2506.05433).
+A packed row [1, N] consists of segments. The tokens of a segment attend causally to one another and to all tokens of a
+prefix elsewhere in the row, if the segment has one; they see nothing else. So G completions of T tokens with a prompt
+of P tokens cost P + G T, and the gradient is exact: the gradient of the prefix's keys and values sums over the
+completions (PrefixGrouper, 2506.05433).
 
-It reaches a model through transformers' AttentionInterface, under two names, and no model is patched:
-    gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16
-    bit
-    gleaner_segments  everywhere else: on a CPU tiles of queries; on a card, and where
-                      a window or a cap limits what is seen, scaled_dot_product_attention per block of segments
-No mask function is registered beside them: transformers then makes no mask, and does not search the positions for
-packed rows, which would wait for the device. learner.model.packing_check proves at start-up that a model honours all
-this. Letters: N tokens of the row, D head dimension, S segments, P tokens of a prefix, M tokens of a block.
+Models call these functions through transformers' AttentionInterface, under two names, and no model is patched:
+    gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16 bit
+    gleaner_segments  everywhere else: on a CPU tiles of queries; on a GPU, and with a sliding window or a cap of the
+                      scores, scaled_dot_product_attention (or `capped`) for each block of segments
+No mask function is registered with them: transformers then makes no mask, and does not search the positions for packed
+rows, which would wait for the device. learner.model.packing_check proves at start-up that a model computes correctly
+with these functions.
+
+Letters: N tokens of the row, P tokens of a prefix, M tokens of a block; K key heads, R query heads per key head, D and
+    E widths of a key and a value head; B tiles computed at once, T queries of a tile, S keys that it sees.
 """
 
 from abc import ABC, abstractmethod
@@ -30,13 +33,15 @@ from transformers import AttentionInterface
 
 from learner.batch.layout import Block, Layout, Tile, TileBatch, block_mask
 
-# What attention over a packed row computes at once: a tile of queries, or several small ones padded to one shape.
-#
-# Letters as above, and P: K for one tile, B K for several.
+# Parts of a packed row that are computed at once on a CPU: a tile of queries, or a batch of small tiles padded to one
+# shape. In the shapes of this section P is the number of products: K for one tile, B K for a batch.
 
 
 class Row:
-    """Of query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E], token by token. dtype: of all products."""
+    """Query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E] of a packed row, held as [N, heads, width].
+
+    dtype: the dtype in which all products are computed.
+    """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         self.query, self.key, self.value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -44,6 +49,7 @@ class Row:
         self.key_heads = key.shape[1]
 
     def parts(self, alone: Sequence[Tile], batches: Sequence[TileBatch]) -> "Iterator[Part]":
+        """Yields a Part for each tile that is computed alone, and for each batch of tiles."""
         longest = max((tile.stop - tile.start for tile in alone), default=0)
         future = torch.full((longest, longest), -torch.inf, dtype=self.dtype, device=self.query.device).triu_(1)
         future = future.repeat_interleave(self.query.shape[1] // self.key_heads, 0)  # [T R, T], to be added to scores
@@ -52,11 +58,13 @@ class Row:
 
 
 class Part(ABC):
+    """The queries of a row that are computed at once, with the keys that they see."""
+
     def __init__(self, row: Row) -> None:
         self.row = row
 
     def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(queries [P, T R, D], scaled; keys [P, S, D]; values [P, S, E]; probabilities [P, T R, S])."""
+        """Returns (queries [P, T R, D], scaled; keys [P, S, D]; values [P, S, E]; probabilities [P, T R, S])."""
         queries = self.take(self.row.query).mul_(self.row.scale)
         keys, values = self._gather(self.row.key), self._gather(self.row.value)
         scores = torch.bmm(queries, keys.transpose(1, 2))
@@ -65,23 +73,23 @@ class Part(ABC):
 
     @abstractmethod
     def take(self, whole: Tensor) -> Tensor:
-        """[P, T R, X], a copy of what belongs to the queries in [N, K R, X]; zeros for padded ones."""
+        """Returns [P, T R, X], a copy of the queries' rows in [N, K R, X]; zeros for padded queries."""
 
     @abstractmethod
     def put(self, rows: Tensor, whole: Tensor) -> None:
-        """Writes [P, T R, X] to where the queries are in [N, K R, X]."""
+        """Writes [P, T R, X] to the queries' rows in [N, K R, X]."""
 
     @abstractmethod
     def add(self, rows: Tensor, whole: Tensor) -> None:
-        """Adds [P, S, X] to what is where the keys are in [N, K, X]."""
+        """Adds [P, S, X] to the keys' rows in [N, K, X]."""
 
     @abstractmethod
     def _gather(self, whole: Tensor) -> Tensor:
-        """[P, S, X], what belongs to the keys in [N, K, X]."""
+        """Returns [P, S, X], the keys' rows in [N, K, X]."""
 
     @abstractmethod
     def _hide(self, scores: Tensor) -> None:
-        """Of [P, T R, S], those of keys that a query does not see become -inf."""
+        """Sets the scores [P, T R, S] of keys that a query does not see to -inf, in place."""
 
 
 class _OneTile(Part):
@@ -106,7 +114,7 @@ class _OneTile(Part):
         whole[self._own] += found[self._before :]
 
     def _grouped(self, whole: Tensor) -> Tensor:
-        """[K, T, R, X], a view."""
+        """Returns a view [K, T, R, X] of the queries' rows."""
         return whole[self._queries].view(self._count, self.row.key_heads, -1, whole.shape[-1]).transpose(0, 1)
 
     def _gather(self, whole: Tensor) -> Tensor:
@@ -151,25 +159,23 @@ class _SeveralTiles(Part):
         grouped.masked_fill_(self._batch.hidden, -torch.inf)
 
 
-# Attention over a packed row on a CPU: a tile of queries at a time, against the keys that it sees and no others.
+# Attention over a packed row on a CPU: a tile of queries at a time, against only the keys that it sees.
 #
-# torch's kernel, given a block of segments and a mask, computes scores only to throw them away: of the ragged workload
-# 3.4 M where 2.4 M are needed. Here a tile of queries of one segment is multiplied with the prefix and the segment's
-# own tokens up to the tile's last one, so that only a triangle is masked, and the query heads that share a key head are
-# rows of one product. Probabilities are formed again in the backward pass (FlashAttention 2205.14135, section 3.1):
-# nothing is kept but the queries, keys and values themselves. Types of 16 bits are computed in float32. Small tiles are
-# computed several at once (learner.batch.layout).
-#
-# Letters: N tokens of the row, D and E widths of a key and a value head, K key heads, R query heads of each, B tiles at
-# once, T queries of a tile, S keys that it sees.
+# torch's kernel, given a block of segments and a mask, computes scores that are then masked: 3.4 M for the ragged
+# workload, where 2.4 M are needed. Here a tile of queries of one segment is multiplied with the prefix and the
+# segment's tokens up to the tile's last one, so that only a triangle is masked; the query heads that share a key head
+# are rows of one product. Probabilities are computed again in the backward pass (FlashAttention 2205.14135, section
+# 3.1), so only queries, keys and values are kept. 16-bit dtypes are computed in float32. Small tiles are computed in
+# batches (learner.batch.layout).
 
-Tiles = tuple[list[Tile], list[TileBatch]]  # alone, in batches
+Tiles = tuple[list[Tile], list[TileBatch]]  # tiles computed alone, and batches of the others
 
-TILE = 128  # queries; with 64 and 256 the backward pass of the ragged workload is a tenth slower
+TILE = 128  # queries of a tile; with 64 or 256 the backward pass of the ragged workload is a tenth slower
 
 
 def attend_tiles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, tile: int = TILE) -> Tensor:
-    """[1, N, K R, E] from query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E]; differentiable once."""
+    """Returns the attention output [1, N, K R, E] of query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E];
+    differentiable once."""
     tiles = layout.tiles(tile, query.shape[1] * query.shape[3])
     output: Tensor = _Tiles.apply(query, key, value, tiles, scale)  # type: ignore[no-untyped-call]
     return output
@@ -207,17 +213,19 @@ class _Tiles(torch.autograd.Function):
         return to_query, to_key, to_value, None, None
 
 
-# Attention with soft-capped scores, as Gemma 2 has it (2408.00118, section 2): softmax(cap tanh(scale q k / cap)) v.
+# Attention with soft-capped scores, as in Gemma 2 (2408.00118, section 2): softmax(cap tanh(scale q k / cap)) v.
 #
-# No attention kernel of torch does it, so the scores are formed here, of a tile of queries at a time, and once more in
-# the backward pass instead of being kept: what is held is one tile, heads x QUERIES x keys in float32 a few times over.
+# No attention kernel of torch computes it, so the scores are computed here for a tile of queries at a time, and again
+# in the backward pass instead of being kept. The memory is a few times heads x QUERIES x keys in float32.
 
-QUERIES = 256  # of a tile
+QUERIES = 256  # queries of a tile
 
 
 def capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """[B, L, heads, D] from query [B, heads, L, D], key and value [B, heads or fewer, K, D]; mask [L, K] to be added,
-    None: causal, with K = L."""
+    """Returns the attention output [B, L, heads, D] of query [B, heads, L, D], key and value [B, heads or fewer, K, D].
+
+    mask: [L, K], added to the scores; None: causal, with K = L.
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
@@ -244,15 +252,16 @@ def _causal(rows: slice, key: Tensor) -> Tensor:
 
 
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
-ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without a word
+# Whether varlen_attn must be told that there are fewer key heads than query heads; torch 2.11 has no such argument.
+ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
-# What models hand to every attention function and what changes nothing here; any other argument that is set stands for
-# arithmetic (sinks, position biases) that is not done here.
+# Arguments that models pass to every attention function, and that change no result here. Any other argument that is set
+# stands for arithmetic (sinks, position biases) that these functions do not do.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"})
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Names of attention implementations that may run here, the fastest first."""
+    """Returns the names of the attention implementations that can run on the device, the fastest first."""
     fast = device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
     return [VARLEN, SEGMENTS] if fast else [SEGMENTS]
 
@@ -269,7 +278,7 @@ def _by_segments(
     all_is_seen = cap is None and (window is None or window >= layout.reach)
     if all_is_seen and not query.is_cuda:
         return attend_tiles(query, key, value, layout, scale)
-    # One split: the backward pass of as many slices would fill a whole row with zeros for each.
+    # The row is split once, since the backward pass of a slice would fill a whole row with zeros.
     queries, keys, values = (torch.split(tensor, layout.sizes, 2) for tensor in (query, key, value))
     outputs = []
     for index, block in enumerate(layout.blocks):
@@ -289,36 +298,36 @@ def _by_varlen(
     window: int | None,
     cap: float | None = None,
 ) -> Tensor:
-    if cap is not None:  # which the kernel does not know
+    if cap is not None:  # FlashAttention's kernel has no cap
         return _by_segments(query, key, value, layout, scale, window, cap)
     ragged = layout.ragged(query.device)
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
-    reach = -1 if window is None else window - 1  # the kernel counts the keys before the query's own
+    reach = -1 if window is None else window - 1  # the kernel does not count the query's own key
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKS_FOR_GROUPS else {}
     output = varlen_attn(
         q, k, v, ragged.query_ends, ragged.key_ends, ragged.longest_query, ragged.longest_key,
         scale=scale, window_size=(reach, 0), **grouped,
     )  # fmt: skip
-    assert isinstance(output, Tensor)  # a tuple only if the logsumexp is asked for
+    assert isinstance(output, Tensor)  # it would be a tuple if the logsumexp were asked for
     return output.unsqueeze(0)
 
 
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None = None
 ) -> Tensor:
-    """Rows [B, heads, L, D] that are causal and nothing else."""
+    """Computes plain causal attention, perhaps with a sliding window, of rows [B, heads, L, D]."""
     length = query.shape[2]
     mask = None if window is None or window >= length else block_mask(Block(None, 0, [length]), window, query)
     return _attend(query, key, value, mask, scale, cap)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
-    """[B, L, heads, D] from [B, heads, L, D]; causal unless there is a mask."""
+    """Returns the attention output [B, L, heads, D] of query [B, heads, L, D]; causal unless there is a mask."""
     if cap is not None:
         return capped(query, key, value, mask, scale, cap)
     grouped = query.shape[1] != key.shape[1]
-    if grouped and mask is not None and query.is_cuda:  # there no kernel but the slow one takes both
+    if grouped and mask is not None and query.is_cuda:  # on CUDA only the slow kernel takes both
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
         grouped = False
     output = F.scaled_dot_product_attention(
@@ -328,7 +337,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _interface(packed: Any) -> Any:
-    """An attention function as transformers calls it, around one that computes packed rows."""
+    """Returns an attention function with transformers' signature that calls `packed` for packed rows."""
 
     def attention(
         module: nn.Module,

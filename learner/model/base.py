@@ -1,11 +1,11 @@
-"""The base model as transformers gives it, checked: frozen, without dropout, in its own type or in 4 bits.
+"""Loads the base model with transformers and checks it: frozen, without dropout, in model.dtype or in 4 bits.
 
-4 bits (model.base: nf4) is QLoRA (2305.14314): every linear layer but the output embedding is held as NormalFloat4 in
-blocks of 64 with doubly quantised scales, 0.52 bytes per weight, and multiplied out to model.dtype layer by layer.
-vLLM quantises the same checkpoint the same way as it loads it (quantization="bitsandbytes"), so generator and learner
-hold the same policy, if the files are of model.dtype: the learner casts before it quantises, vLLM does not. Merging the
-adapter, or serving the unquantised base, would not be the policy that is trained.
-With memory.layout: shared the learner computes with the generator's 4 bits, whose scales are not nested.
+4 bits (model.base: nf4) is QLoRA (2305.14314): every linear layer except the output embedding is held as NormalFloat4
+in blocks of 64 with doubly quantised scales, 0.52 bytes per weight, and dequantised to model.dtype layer by layer. vLLM
+quantises the same checkpoint in the same way when it loads it (quantization="bitsandbytes"), so generator and learner
+have the same policy. The files must be of model.dtype for that: the learner casts before it quantises, vLLM does not.
+Generators that merged the adapter, or served the unquantised base, would not have the policy that is trained. With
+memory.layout: shared the learner maps the generator's 4-bit weights, whose scales are not nested.
 """
 
 import sys
@@ -34,11 +34,10 @@ from rollout.data.model_files import (
 )
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
 
-# A base model without weights: every tensor has its shape, type and bytes, and no content (torch's meta device).
-
 
 def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None) -> Any:
-    """The causal language model of a transformers config, quantised as `from_pretrained` would do it."""
+    """Returns the causal language model of a transformers config on torch's meta device: its tensors have shape, dtype
+    and size, but no content. It is quantised as `from_pretrained` would do it."""
     with torch.device("meta"), torch.no_grad():
         lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=False
@@ -49,7 +48,7 @@ def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesC
 
 
 def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
-    # Here: slow to import, and few runs use it.
+    # bitsandbytes is imported here since it is slow, and few runs use it.
     from bitsandbytes.functional import name2qmap, quantize_4bit
     from bitsandbytes.nn.modules import Params4bit
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
@@ -60,24 +59,22 @@ def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
     for name, weight in dense.items():
         if name == head:
             continue
-        # The operations behind Params4bit.to("cuda"), which a meta tensor does not go through.
+        # These are the operations of Params4bit.to("cuda"), which does nothing with a meta tensor.
         packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
         module = lm.get_submodule(name)
         module.weight = Params4bit(
             packed, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True, module=module
         )
         module.quant_state = state
-    lm.is_loaded_in_4bit = True  # what PEFT goes by
-    name2qmap.pop("dynamic", None)  # bitsandbytes' table for this process, which was just made without content
-
-
-# In which file of a model each of its tensors lies.
+    lm.is_loaded_in_4bit = True  # PEFT reads this flag
+    name2qmap.pop("dynamic", None)  # this table of bitsandbytes was just made on the meta device, and is kept globally
 
 
 def tensor_files(path: str) -> dict[str, Path]:
-    """Name of each tensor -> its safetensors file. A hub's model is downloaded where it is not in the cache.
+    """Returns the safetensors file of each tensor of a model, by the tensor's name. A model on the hub is downloaded if
+    it is not in the cache.
 
-    Raises WrongInput if there is none, OSError if the hub has no such model or cannot be reached.
+    Raises WrongInput if files are missing, OSError if the hub has no such model or cannot be reached.
     """
     index = _file(path, INDEX)
     if index is not None:
@@ -99,7 +96,8 @@ def _file(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-LETTERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}  # of safetensors
+# safetensors' names of dtypes.
+LETTERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 
 
 def load_base(
@@ -112,37 +110,40 @@ def load_base(
     trained: bool = True,
     key: str = "model.path",
 ) -> Any:
-    """The frozen causal language model of model.path in model.dtype, without dropout; on the weights of `mapped`, which
-    are the generator's, instead of those that are loaded; or in shards over the ranks of the process group, which are
-    float32 where a whole model is to be `trained`.
+    """Returns the frozen causal language model of model.path in model.dtype, without dropout.
 
-    key: the setting that names it, for messages.
+    Args:
+        lora: whether the model will get an adapter; false: it is trained as a whole.
+        mapped: the generator's weights, which are used instead of loading the files.
+        sharded: whether the model is sharded over the ranks of the process group.
+        trained: false for a frozen reference. The shards of a model that is trained as a whole are float32.
+        key: the setting that names the model, for messages.
 
-    Raises WrongInput if it cannot be trained here: with an adapter (`lora`), or as a whole. WrongInput: what
-    the files hold is not what the model wants, or no finite numbers.
+    Raises WrongInput if the model cannot be trained here, with an adapter or as a whole, or if its files do not have
+    the weights of its architecture, or have numbers that are not finite.
     """
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
     check_unquantised(config.to_dict(), model.path)
-    config._attn_implementation = None  # of config.json, which may want what is not installed: transformers' choice
+    config._attn_implementation = None  # transformers chooses, since config.json may name one that is not installed
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
-            setattr(config, name, 0.0)  # the sampler has none, so neither may the learner
+            setattr(config, name, 0.0)  # the sampler has no dropout, so the learner must have none
     dtype: torch.dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {}
     quantization = nf4(dtype) if model.base == "nf4" else None
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        options["attn_implementation"] = "eager"  # sdpa leaves the cap out without a word
-    if device.type == "meta":  # no weights: learner.tools.meta_run asks what a step of this model would need
+        options["attn_implementation"] = "eager"  # sdpa would leave out the cap without an error
+    if device.type == "meta":  # learner.tools.meta_run measures what a step of the model would need
         return without_weights(config, dtype, quantization).requires_grad_(False)
     if mapped is not None:
         lm = mapped.model(config, dtype, quantization, **options)
     elif sharded:
-        from learner.model.sharded_base import sharded_base  # here: slow to import, and few runs use it
+        from learner.model.sharded_base import sharded_base  # imported here: slow, and few runs use it
 
         lm = sharded_base(model, config, device, trained=trained and not lora, key=key, **options)
     elif quantization is not None:
-        # Quantised weight by weight as the files are read: the whole model is never there in full.
+        # Each weight is quantised when it is read, so the unquantised model is never in memory as a whole.
         options |= {"quantization_config": quantization, "device_map": {"": device}}
         lm = _loaded(model, key, config=config, dtype=dtype, **options)
     else:
@@ -152,9 +153,10 @@ def load_base(
 
 
 def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
-    """As transformers loads it. Raises WrongInput: it has made up weights that the files lack, or left out others."""
-    auto: Any = AutoModelForCausalLM  # its methods carry no annotations
-    if "quantization_config" in options:  # of whose shapes transformers says nothing
+    """Loads the model with transformers. Raises WrongInput if transformers has initialised weights that the files lack,
+    or ignored weights of the files."""
+    auto: Any = AutoModelForCausalLM  # its methods have no annotations
+    if "quantization_config" in options:  # transformers does not report wrong shapes of quantised weights
         check_fit(model.source, key)
     try:
         with without_table():
@@ -162,30 +164,30 @@ def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
                 model.path, revision=model.revision, trust_remote_code=False,
                 output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
-    except RuntimeError:  # of tensors that cannot be put together, of which it says no name
+    except RuntimeError:  # tensors cannot be fused, and transformers' message does not name them
         check_fit(model.source, key)
         raise
     if wrong := loading_misfits(model.source, key, report, None):
-        check_fit(model.source, key)  # which knows the names in the files, where these are put together
+        check_fit(model.source, key)  # raises a message with the names in the files, which differ for fused tensors
         raise WrongInput("\n".join(wrong))
     head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
     tied = options["config"].get_text_config().tie_word_embeddings and head is not None
-    if tied and head.weight is not embedding.weight:  # which transformers says to nobody
+    if tied and head.weight is not embedding.weight:  # transformers does not report it
         raise WrongInput(two_heads(model.source, key))
     return lm
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], path: str, key: str) -> None:
-    """Raises WrongInput, which names `key` and those weights of `path` that hold nan or inf."""
+    """Raises WrongInput, which names `key` and the weights of `path` that hold nan or inf."""
     if wrong := [name for name, weight in weights if not _finite(weight.detach())]:
         raise WrongInput(infinite(wrong, path, key))
 
 
 def _finite(weight: Any) -> bool:
-    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # of shards this rank's
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight  # a sharded weight: this rank's shard
     if weight.dtype not in LETTERS:
         return True
-    if weight.device.type == "cpu":  # torch takes sixty times as long for 16 bits there
+    if weight.device.type == "cpu":  # torch's isfinite takes sixty times as long for 16 bits on a CPU
         width, exponent = EXPONENTS[LETTERS[weight.dtype]]
         whole: torch.dtype = getattr(torch, f"int{8 * width}")
         return all_finite(weight.contiguous().view(whole).numpy(), exponent)
@@ -193,20 +195,20 @@ def _finite(weight: Any) -> bool:
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """QLoRA's quantisation, computing in dtype."""
+    """Returns bitsandbytes' configuration of QLoRA's quantisation with products in `dtype`."""
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
 def to_eval(wrapped: Any) -> None:
-    """Evaluation mode (no dropout) without what bitsandbytes makes of it on a CPU.
+    """Sets evaluation mode (no dropout), but leaves the flag `training` of 4-bit layers set.
 
-    A 4-bit layer in evaluation mode that meets an input without gradient rewrites its weights for a bfloat16 kernel,
-    which is less exact and cannot be differentiated afterwards. It knows that mode by its own flag alone.
+    On a CPU a 4-bit layer in evaluation mode that gets an input without gradient rewrites its weights for a bfloat16
+    kernel, which is less exact and cannot be differentiated afterwards. The layer decides by its own flag alone.
     """
     wrapped.eval()
-    library = sys.modules.get("bitsandbytes")  # slow to import; if it is not imported yet, there is no such layer
+    library = sys.modules.get("bitsandbytes")  # if it is not imported yet, the model has no 4-bit layer
     if library is None:
         return
     for module in wrapped.modules():
@@ -215,7 +217,8 @@ def to_eval(wrapped: Any) -> None:
 
 
 def head_of(lm: Any, path: str) -> Tensor:
-    """[V, H] weight of the output embedding; ValueError if it has a bias or none can be found."""
+    """Returns the weight [V, H] of the output embedding. Raises ValueError if it has a bias or cannot be found, and
+    WrongInput if the model's final hidden states cannot be had without its logits."""
     if lm.base_model is lm:
         raise WrongInput(
             f"model.path: {path} (model_type {lm.config.model_type}) keeps its layers where base_model_prefix does not "

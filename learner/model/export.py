@@ -1,4 +1,4 @@
-"""What leaves the learner: the update for the generators, the folder for users, the masters for a resumed run."""
+"""Exports the policy: the update for the generators, the folder for users, and the masters for a resumed run."""
 
 import json
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from rollout.data.model_files import WEIGHTS_FILE, split
 from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights import Source, WeightsFile, pack, write
 
-# An adapter under the names that vLLM has for its layers, where these are not those of transformers and PEFT.
+# vLLM's names of an adapter's layers, where these differ from the names in transformers and PEFT.
 #
-# vLLM takes a fused layer of GLM-4 for two (packed_modules_mapping in its glm4.py). With A shared and B = [B1; B2] one
-# adapter of the fused layer is one of each part: [W1; W2] + B A = [W1 + B1 A; W2 + B2 A].
+# vLLM treats a fused layer of GLM-4 as two layers (packed_modules_mapping in its glm4.py). An adapter of the fused
+# layer is an adapter of each part, with the same A and B = [B1; B2]: [W1; W2] + B A = [W1 + B1 A; W2 + B2 A].
 
 # model_type -> fused layer -> its parts, in the order of their rows
 SPLIT: dict[str, dict[str, tuple[str, ...]]] = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
 
 
 def differ(model_type: str, config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has other names for what an adapter of this content of adapter_config.json changes."""
+    """Whether vLLM has other names for the layers of an adapter. config: the content of adapter_config.json."""
     return bool(served_config(model_type, config)["target_modules"] != config["target_modules"])
 
 
 def served_weights(model_type: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """PEFT's name of each weight -> vLLM's; without a copy."""
+    """Returns the adapter's weights under vLLM's names, without a copy. weights: by PEFT's names."""
     served: dict[str, Tensor] = {}
     for name, weight in weights.items():
         layer, _, matrix = name.partition(".lora_")
@@ -42,13 +42,13 @@ def served_weights(model_type: str, weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def served_config(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of adapter_config.json that goes with served_weights."""
+    """Returns the content of adapter_config.json that goes with served_weights."""
     targets = [part for target in config["target_modules"] for part in _parts(model_type, target)]
     return {**config, "target_modules": targets}
 
 
 def _parts(model_type: str, layer: str) -> list[str]:
-    """vLLM's names of a layer, by its whole name or the last part of it."""
+    """Returns vLLM's names of a layer, whose name may be whole or only its last part."""
     block, dot, leaf = layer.rpartition(".")
     return [f"{block}{dot}{part}" for part in SPLIT.get(model_type, {}).get(leaf, (leaf,))]
 
@@ -57,11 +57,11 @@ MODEL_FILE = "model.safetensors"
 
 
 def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter | Weights:
-    """The present weights in the model's own type: an adapter or the whole model exactly as the learner computes with
-    it, or the base's weights merged with the adapter.
+    """Returns the present weights in the model's dtype: an adapter or the whole model exactly as the learner computes
+    with it, or with `merged` the base's weights merged with the adapter.
 
-    Held once in this process's memory. 16-bit weights that are merged are rounded once more: what moves one by less
-    than half of the distance to the next 16-bit number is lost.
+    The payload is held once in this process's memory. Merged 16-bit weights are rounded once more: a change of less
+    than half the distance to the next 16-bit number is lost.
     """
     kind, config = policy.model_type, policy.peft_config
     if merged or config is None:
@@ -72,7 +72,7 @@ def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter 
 
 
 def write_weights(policy: Policy, version: int, file: WeightsFile, *, merged: bool) -> WeightsInFile:
-    """The whole weights of update_of, in the place of those before."""
+    """Writes whole weights, as update_of returns them, into the file, in the place of those of an earlier version."""
     return file.pack(version, _weights(policy, merged), policy.dtype)
 
 
@@ -81,9 +81,10 @@ def _weights(policy: Policy, merged: bool) -> dict[str, Source]:
 
 
 def export(policy: Policy, folder: Path, path: str) -> None:
-    """For users. An adapter in PEFT's format, float32, which vLLM loads too, or where it has other names a copy of it
-    under those in VLLM_FOLDER; or a whole model in its own type, a model.path for this project, transformers and vLLM.
-    The folder is made."""
+    """Writes the policy for users into a folder, which is created. An adapter is written in PEFT's format in float32,
+    which vLLM loads; where vLLM has other names, a copy with those is written into VLLM_FOLDER. A whole model is
+    written in its dtype, and can be loaded by transformers, vLLM and as model.path. path: the base model's name or
+    folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if policy.peft_config is not None:
         _save_adapter(policy.masters, policy.peft_config, folder)
@@ -95,7 +96,7 @@ def export(policy: Policy, folder: Path, path: str) -> None:
 
 
 def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, path: str) -> None:
-    """A whole model of these weights, for users. The folder is made."""
+    """Writes a whole model of these weights, with configuration and tokenizer, into a folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / MODEL_FILE, sources, policy.dtype)
     policy.save_config(folder)
@@ -105,23 +106,23 @@ def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, pa
 
 def _save_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: weight.detach().cpu().clone() for name, weight in weights.items()}  # no two may share their memory
+    own = {name: weight.detach().cpu().clone() for name, weight in weights.items()}  # save_file refuses shared memory
     save_file(own, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
 
 def save_masters(policy: Policy, folder: Path) -> None:
-    """The weights that the optimizer updates, for load_masters. The folder is made."""
+    """Writes the weights that the optimizer updates into a folder, which is created; load_masters reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     masters = policy.masters
     kinds = {master.dtype for master in masters.values()}
-    dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # which holds each of the others
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # float32 can hold the numbers of all dtypes
     write(folder / WEIGHTS_FILE, {name: Source.of(master) for name, master in masters.items()}, dtype)
 
 
 def save(policy: Policy, folder: Path, path: str) -> None:
-    """Both in one folder: what load_masters needs, and the form for users. With an adapter these are the same file; a
-    whole model lies in `model/` in its own type, beside the masters. The folder is made."""
+    """Writes into a folder, which is created, both the masters for load_masters and the policy for users. With an
+    adapter both are the same file; a whole model is written to `model/` in its dtype, beside the masters."""
     if policy.peft_config is not None:
         export(policy, folder, path)
         return
@@ -130,5 +131,6 @@ def save(policy: Policy, folder: Path, path: str) -> None:
 
 
 def load_masters(policy: Policy, folder: Path) -> None:
-    """Raises ValueError if they are another policy's, FileNotFoundError if the folder holds none."""
+    """Sets the policy's masters from a folder. Raises ValueError if names or shapes differ, FileNotFoundError if the
+    folder has none."""
     policy.load(load_file(folder / WEIGHTS_FILE))

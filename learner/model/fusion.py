@@ -1,11 +1,10 @@
-"""Which parts of a model are computed by operations of ours instead of transformers' and PEFT's: found by trying.
+"""Replaces parts of a model by faster operations with the same result: LoRA layers (learner.model.lora) and RMSNorms
+everywhere, and on a GPU also SwiGLU MLPs and the rotary embedding. `fuse` is the entry.
 
-Everywhere LoRA layers (learner.model.lora) and norms; on a card also the MLPs and the
-rotary embedding, which are tried here, on small tensors on the CPU.
-
-An MLP is one whose forward pass is down(silu(gate(x)) * up(x)), tried with small layers in the place of its own. The
-rotary embedding is a function that an attention's forward pass in transformers calls by its global name; the model gets
-a copy of that pass, which finds another function under the name, and other models of the process keep theirs.
+Which modules can be replaced is found by trying them on small tensors on the CPU, not by their names. A SwiGLU MLP is a
+module whose forward pass is down(silu(gate(x)) * up(x)); it is tried with small layers. The rotary embedding is a
+function that an attention's forward pass in transformers calls by its global name: the model gets a copy of that
+forward pass with other globals, and other models of the process keep theirs.
 """
 
 import copy
@@ -23,29 +22,33 @@ from torch.autograd.function import once_differentiable
 
 from learner.model.lora import fuse as fuse_lora
 
-# SwiGLU and the rotary embedding on a card: Liger's Triton kernels (2410.10989) as operators with gradients.
+# SwiGLU and the rotary embedding on a GPU: Liger's Triton kernels (2410.10989) with gradients.
 #
-#     silu_mul  gate * sigmoid(gate) * up, from [..., f] each; keeps both, and their gradients take their place
-#     rotate    x cos + (-x_2, x_1) sin of queries and keys, whose tensors it overwrites, and so does its gradient
+#     silu_mul  gate * sigmoid(gate) * up; keeps gate and up, which the backward pass overwrites with their gradients
+#     rotate    x cos + (-x_2, x_1) sin for queries and keys, in place, as is its backward pass
 #
-# Operators, because tensors without content must pass them, too (learner.tools.meta_run), each as the one kernel it is.
-# Both are the formulas of transformers' Llama; `fuse` finds the models that follow them.
+# The kernels are torch operators, since tensors on the meta device must pass through them, too, each as a single
+# kernel (learner.tools.meta_run). Both formulas are those of transformers' Llama.
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """[..., f]; differentiable once. The backward pass overwrites `gate` and `up`."""
+    """Returns gate * sigmoid(gate) * up, all [..., f]; differentiable once. The backward pass overwrites `gate` and
+    `up`."""
     found: Tensor = _SiluMul.apply(gate, up)  # type: ignore[no-untyped-call]
     return found
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotated queries and keys, [B, heads, L, D] each, in the memory of those that are given if they are views of
-    [B, L, heads, D]; cos and sin [B, L, D], both halves of D alike. Differentiable once, in queries and keys."""
+    """Returns the rotated queries and keys, [B, heads, L, D] each; differentiable once, in queries and keys. They are
+    rotated in place if they are views of contiguous [B, L, heads, D].
+
+    cos, sin: [B, L, D], whose two halves of D are equal.
+    """
     found: tuple[Tensor, Tensor] = _Rotate.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
     return found
 
 
-# Imported when they are called first, as Triton is: where there is no card, there is no Triton.
+# Liger is imported when an operator is first called, since it imports Triton, which is there only with a GPU.
 @torch.library.custom_op("gleaner::silu_mul", mutates_args=())
 def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import swiglu_forward
@@ -68,7 +71,7 @@ def _silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> None:
 
 @torch.library.custom_op("gleaner::rotate_", mutates_args=("query", "key"))
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    """query and key: [B, heads, L, D], views of contiguous [B, L, heads, D]."""
+    """Rotates in place; query and key are [B, heads, L, D], views of contiguous [B, L, heads, D]."""
     from liger_kernel.ops.rope import rope_backward, rope_forward
 
     if back:
@@ -111,39 +114,39 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool
     return q, k
 
 
-# RMSNorm as one operation with a gradient of its own (Zhang and Sennrich 2019, 1910.07467).
+# RMSNorm as one autograd function (Zhang and Sennrich 2019, 1910.07467).
 #
 #     y = w x r,   r = (mean(x^2) + eps)^(-1/2),   dx = r (a - n mean(a n)),   a = w dy,   n = r x
 #
-# transformers writes it as seven operations, each of which goes through [N, h] and of which autograd keeps two tensors
-# in float32. Here x is kept as it is and r, one number a row; everything in between is float32, as there, and rounded
-# once.
+# transformers computes it by seven operations, each of which goes through [N, h]; autograd keeps two float32 tensors of
+# them. Here only x in its own dtype and r, one number per row, are kept. As in transformers, everything in between is
+# float32 and rounded once.
 
 aten = torch.ops.aten
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, on_card: bool) -> Tensor:
-    """[..., h] from x [..., h] and weight [h] of one type; differentiable once, in both."""
+    """Returns [..., h] for x [..., h] and weight [h] of the same dtype; differentiable once, in both."""
     found: Tensor = _RmsNorm.apply(x, weight, eps, on_card)  # type: ignore[no-untyped-call]
     return found
 
 
 def fuse_norms(lm: nn.Module, *, on_card: bool) -> None:
-    """Makes those modules of `lm` that compute an RMSNorm, and nothing else, compute it by rms_norm."""
+    """Makes the modules of `lm` that compute an RMSNorm, and nothing else, compute it by rms_norm."""
     answers: dict[Any, bool] = {}
     for norm, eps in _candidates(lm):
         kind = (type(norm), eps, norm.weight.shape)
         if kind not in answers:
             answers[kind] = _agrees(norm, eps)
         if answers[kind]:
-            # On the instance, as learner.model.policy does it: no name changes.
+            # The method is replaced on the instance, so that no name of a module or weight changes.
             norm.forward = partial(_forward, norm, eps, on_card)
 
 
 @torch.library.custom_op("gleaner::rms_norm", mutates_args=())
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y, and r in float32, on a card, where torch's operator is one kernel. Tensors without content take it apart
-    (learner.tools.meta_run); an operator of our own stays one for them, too."""
+    """Returns y, and r in float32, on a GPU, where torch's operator is a single kernel. On the meta device torch would
+    decompose its operator; this operator stays a single one there (learner.tools.meta_run)."""
     y, r = aten._fused_rms_norm(x, weight.shape, weight, eps)
     return y, r
 
@@ -167,7 +170,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, r = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:2])
-        if ctx.on_card:  # torch has this operator for cards alone
+        if ctx.on_card:  # torch has this operator only for GPUs
             to_x, to_weight = aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, wanted)
             return to_x, to_weight, None, None
         n = x * r  # float32, as r is
@@ -187,8 +190,8 @@ def _forward(norm: Any, eps: float, on_card: bool, x: Tensor) -> Tensor:
 
 
 def _candidates(lm: nn.Module) -> Iterator[tuple[Any, float]]:
-    """Modules with one vector of weights and an epsilon, by any of the names that transformers gives it, which take the
-    states alone: a gate beside them would be lost."""
+    """Yields the modules that may be norms, with their epsilon: modules with one weight vector and an epsilon, by any
+    of transformers' names for it, whose forward pass takes a single argument (a second one, a gate, would be lost)."""
     for module in lm.modules():
         weights = dict(module.named_parameters())
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -199,8 +202,8 @@ def _candidates(lm: nn.Module) -> Iterator[tuple[Any, float]]:
 
 
 def _agrees(norm: nn.Module, eps: float) -> bool:
-    """Whether it is an RMSNorm, by trying: on rows of which one is so small that epsilon matters."""
-    with torch.device("cpu"), torch.no_grad():  # the model's own may be without content, or in shards
+    """Tries whether the module computes an RMSNorm, on rows of which one is so small that epsilon matters."""
+    with torch.device("cpu"), torch.no_grad():  # with new weights: the model's may be on the meta device, or sharded
         random = torch.Generator().manual_seed(0)
         trial: Any = copy.copy(norm)
         shape: torch.Size = trial.weight.shape
@@ -208,7 +211,7 @@ def _agrees(norm: nn.Module, eps: float) -> bool:
         x = torch.randn(3, len(trial.weight), generator=random) * torch.tensor([[1.0], [30.0], [eps**0.5]])
         try:
             found = trial(x)
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # it wants other shapes
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # the module needs other shapes
             return False
         return isinstance(found, Tensor) and torch.allclose(found, F.rms_norm(x, x.shape[1:], trial.weight, eps))
 
@@ -221,13 +224,13 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(lm: nn.Module, run: Callable[[], object], *, on_card: bool) -> None:
-    """Exchanges what can be; other kinds stay as they are. `run`: one pass through the model."""
+    """Replaces the parts of `lm` that can be replaced; other parts stay as they are. `run`: runs a forward pass."""
     fuse_lora(lm, run, on_card=on_card)
     fuse_frozen(lm, on_card=on_card)
 
 
 def fuse_frozen(lm: nn.Module, *, on_card: bool) -> None:
-    """The same of a model without an adapter, for which no pass is needed."""
+    """Does what `fuse` does for a model without an adapter, for which no forward pass is needed."""
     fuse_norms(lm, on_card=on_card)
     if on_card:
         _fuse_mlps(lm)
@@ -238,7 +241,7 @@ def _fuse_mlps(lm: nn.Module) -> None:
     mlps: list[Any] = [module for module in lm.modules() if all(hasattr(module, name) for name in MLP)]
     fused = [mlp for mlp in mlps if _is_swiglu(mlp)]
     for mlp in fused:
-        # On the instance, as learner.model.policy does it: no name changes.
+        # The method is replaced on the instance, so that no name of a module or weight changes.
         mlp.forward = partial(_mlp, mlp)
     log.info("SwiGLU by Liger's kernel: %d of %d MLPs; the plan counts on all but Gemma's", len(fused), len(mlps))
 
@@ -256,7 +259,7 @@ def _mlp(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _is_swiglu(mlp: nn.Module) -> bool:
-    """Also where gates are so large that a limit on them would show."""
+    """Tries whether an MLP is a SwiGLU, also with gates so large that a limit on them would be seen."""
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         trial: Any = copy.copy(mlp)
         trial._modules = mlp._modules | {name: nn.Linear(4, 4) for name in MLP}
@@ -264,12 +267,13 @@ def _is_swiglu(mlp: nn.Module) -> bool:
         wanted = trial.down_proj(F.silu(trial.gate_proj(x)) * trial.up_proj(x))
         try:
             return torch.equal(type(mlp).forward(trial, x), wanted)
-        except (TypeError, RuntimeError, AttributeError):  # it wants other arguments, shapes or layers
+        except (TypeError, RuntimeError, AttributeError):  # the MLP needs other arguments, shapes or layers
             return False
 
 
 def _with_rotate(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The forward pass of an attention with rotate under the name of its rotary embedding, if that is one."""
+    """Returns the forward pass of an attention with `rotate` under the name of its rotary embedding; None if the class
+    calls no such function, or the function computes something else."""
     forward: Any = kind.forward
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if ROTARY not in names or not _is_rotation(forward.__globals__[ROTARY]):
@@ -287,7 +291,7 @@ def _rotary(plain: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **opt
 
 
 def _is_rotation(plain: Rotary) -> bool:
-    """Whether it is x cos + (-x_2, x_1) sin, where the halves of cos, and of sin, are alike."""
+    """Tries whether a function computes x cos + (-x_2, x_1) sin if the two halves of cos, and of sin, are equal."""
     with torch.device("cpu"), torch.no_grad():
         random = torch.Generator().manual_seed(0)
         q, k, angles = (torch.randn(1, *shape, generator=random) for shape in ((4, 3, 8), (2, 3, 8), (3, 4)))
@@ -296,5 +300,5 @@ def _is_rotation(plain: Rotary) -> bool:
         try:
             found = plain(q, k, cos, sin)
             return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
-        except (TypeError, RuntimeError, ValueError):  # it wants other arguments or shapes
+        except (TypeError, RuntimeError, ValueError):  # the function needs other arguments or shapes
             return False

@@ -1,18 +1,18 @@
-"""Hidden states -> logprobs of given tokens and entropy, without ever holding a [tokens, vocab] tensor.
+"""Logprobs of given tokens, and entropies, from hidden states, without ever holding a [tokens, vocabulary] tensor.
 
-Letters: N tokens, V vocabulary, H hidden size. r = h W^T, z = f(r) / T are the logits at temperature T, with the f that
-the model applies to its output embedding's products (mostly f(r) = r), p = softmax(z).
+Letters: N tokens, V vocabulary, H hidden size. W is the output embedding (the head), h a hidden state, r = h W^T. The
+logits at temperature T are z = f(r) / T, with the f that the model applies to r (mostly f(r) = r); p = softmax(z).
 
-Under LoRA the head W is frozen and the loss reaches h only through one number per token, so that
+Under LoRA the head W is frozen, and the loss depends on h through one number per token, so that
     d logp[n] / d h[n] = (f'(r[n, y]) W[y] - sum_v p[n, v] f'(r[n, v]) W[v]) / T =: e[n]
-can be formed in the forward pass, while p[n] is at hand, and is all that is kept: the backward pass is g[n] e[n].
-Two matrix products in all instead of the three of recomputing the logits. The tiles over the vocabulary are folded
-together by the online softmax of FlashAttention (2205.14135) with K = V = W; the running sums are float32, since
-sums rounded to bfloat16 per tile bias the gradient. Where f' is constant, entropy comes for free:
+can be computed in the forward pass, where p[n] is known. Only e[n] is kept; the backward pass is g[n] e[n]. This takes
+two matrix products instead of the three of recomputing the logits. The tiles over the vocabulary are combined by the
+online softmax of FlashAttention (2205.14135) with K = V = W. The running sums are float32, since sums rounded to
+bfloat16 per tile would bias the gradient. Where f' is constant, the entropy needs no further product:
 H[n] = logsumexp(z[n]) - f' h[n]·(p[n] W) / T.
 
-Where the head is trained, its gradient sums over tokens what must not be kept per token, so the backward pass forms the
-logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T, four matrix products in all.
+If the head is trained, its gradient is a sum over tokens of terms too large to keep, so the backward pass computes the
+logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T. This takes four matrix products.
 """
 
 from collections.abc import Callable
@@ -24,31 +24,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# What some models do to the products of output embedding and hidden state before they are logits.
-#
-#     z = cap tanh(scale r / cap), or z = scale r without a cap
-# Granite and Cohere scale; Gemma 2 caps (2408.00118, section 2: "logit soft-capping").
+# The function f of some models: f(r) = scale r, or with a cap f(r) = cap tanh(scale r / cap). Granite and Cohere scale;
+# Gemma 2 caps (2408.00118, section 2: "logit soft-capping").
 
-# Names in transformers' configs, and the exponent of the scale that each stands for.
+# Names of the scale in transformers' configs; logits are multiplied by the value to the power of this exponent.
 SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
-MULTIPLIES = ("hyperclovax",)  # by what others call logits_scaling and divide by
+MULTIPLIES = ("hyperclovax",)  # model types that multiply by logits_scaling, by which other models divide
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 class Logits(NamedTuple):
-    """z as a function of r = head @ hidden, both in float32."""
+    """The function f that makes logits of r = head @ hidden, both in float32."""
 
     scale: float = 1.0
     cap: float | None = None
 
     def of_(self, products: Tensor, temperature: float) -> Tensor:
-        """z / temperature, in the place of the products."""
-        if self.cap is None:  # usually both are 1, and a pass over the logits is saved
+        """Computes f(products) / temperature in place."""
+        if self.cap is None:  # usually temperature and scale are 1, and a pass over the logits is saved
             return products if temperature == self.scale else products.div_(temperature / self.scale)
         return products.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
 
     def bend_(self, logits: Tensor, temperature: float) -> Tensor:
-        """dz / dr / scale = 1 - (z / cap)^2 of z / temperature, in its place; only with a cap."""
+        """Computes f'(r) / scale = 1 - (f(r) / cap)^2 in place of `logits`, f(r) / temperature; only with a cap."""
         assert self.cap is not None
         return logits.mul_(temperature / self.cap).square_().neg_().add_(1.0)
 
@@ -57,7 +55,8 @@ PLAIN = Logits()
 
 
 def logits_of(config: Any) -> Logits:
-    """By a transformers config of text. What its names do not tell, learner.model finds out by trying."""
+    """Returns the Logits of a transformers text config. learner.model.packing_check.check_head tries whether they are
+    the model's."""
     scale, caps = 1.0, [cap for name in CAPS if (cap := getattr(config, name, None))]
     for name, exponent in SCALES.items():
         power = 1 if config.model_type in MULTIPLIES else exponent
@@ -65,19 +64,19 @@ def logits_of(config: Any) -> Logits:
     return Logits(scale, float(caps[0]) if caps else None)
 
 
-# The output embedding in its operations, whole on one rank or in shards over several.
+# Access to the output embedding, which may be whole or sharded over several ranks.
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-GATHERED = "gathered"  # name of the method that a head in shards gets
+GATHERED = "gathered"  # name of the method that a sharded head gets
 
 
 def with_head(
     lm: Any, operation: Callable[Concatenate[Tensor, Tensor, P], T], hidden: Tensor, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """operation(hidden, head, ...), head [V, H]. Of a base in shards (learner.model.sharded_base) it is gathered for
-    the operation, and if it is trained once more for the backward pass; all ranks must be in both."""
+    """Returns operation(hidden, head, ...) with the head [V, H]. With a sharded base (learner.model.sharded_base) the
+    head is gathered for the operation, and if it is trained once more for the backward pass; both are collective."""
     module = lm.get_output_embeddings()
     gathered = getattr(module, GATHERED, None)
     if gathered is None:
@@ -87,8 +86,9 @@ def with_head(
 
 
 def gather_in_operations(head: nn.Module) -> None:
-    """For a head that FSDP2 has divided: its hooks are at the module's methods, not at uses of its weight."""
-    from torch.distributed.fsdp import register_fsdp_forward_method  # here: slow to import, and few runs use it
+    """Gives a head that FSDP2 has sharded a method that computes with the gathered weight. FSDP2 gathers a weight when
+    a registered method of its module is called, not when the weight is used."""
+    from torch.distributed.fsdp import register_fsdp_forward_method  # imported here: slow, and few runs use it
 
     def gathered(module: Any, operation: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         return operation(hidden, module.weight, *args, **kwargs)
@@ -98,15 +98,15 @@ def gather_in_operations(head: nn.Module) -> None:
 
 
 def begin_anew(lm: Any) -> None:
-    """After a pass that failed half-way: of a base in shards, what is gathered is let go, and FSDP2 forgets the pass.
-    Else its outermost modules would sum no gradients any more."""
+    """Resets FSDP2 after a pass over a sharded base that failed half-way: gathered weights are freed. Without it
+    FSDP2's outermost modules would no longer sum gradients."""
     for module in (lm.base_model, lm.get_output_embeddings()):
         if hasattr(module, "reset_iter_state"):
             module.reset_iter_state()
 
 
 def check_ids(head: Tensor, highest: int) -> None:
-    """Raises ValueError if a token id is beyond the vocabulary of that head, [V, H]."""
+    """Raises ValueError if the highest token id is beyond the vocabulary of the head [V, H]."""
     if highest >= len(head):
         raise ValueError(
             f"token ids: must be below the vocabulary of model.path, {len(head)}, got {highest}; the rollouts were "
@@ -114,12 +114,14 @@ def check_ids(head: Tensor, highest: int) -> None:
         )
 
 
-# Tokens and words of a tile, whose float32 logits are 16 MiB on a CPU and 64 MiB on a card. Each tile of tokens reads
-# the whole head twice: with 512 tokens that would take an H100 half as long again as their products.
+# Tokens and vocabulary entries of a tile, whose float32 logits take 16 MiB on a CPU and 64 MiB on a GPU. Each tile of
+# tokens reads the whole head twice: with 512 tokens, reading would take an H100 half as long again as the products.
 TOKEN_TILE, CARD_TOKEN_TILE, VOCAB_TILE = 512, 2048, 8192
 
 
 class _How(NamedTuple):
+    """The arguments of the computation that are not tensors."""
+
     logits: Logits
     temperature: float
     token_tile: int
@@ -128,7 +130,7 @@ class _How(NamedTuple):
 
     @classmethod
     def on(cls, cuda: bool, logits: Logits, temperature: float, token_tile: int | None, vocab_tile: int) -> "_How":
-        """Of a device; asked for outside of autograd.Function."""
+        """Chooses the tile of tokens by the device where `token_tile` is None."""
         return cls(logits, temperature, token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE), vocab_tile, cuda)
 
 
@@ -142,18 +144,17 @@ def policy_logprobs(
     token_tile: int | None = None,
     vocab_tile: int = VOCAB_TILE,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Logprobs, differentiable once in `hidden`, and in `head` if that wants a gradient; entropies without gradient.
+    """Returns float32 logprobs and entropies, in nats. Logprobs are differentiable once in `hidden`, and in `head` if
+    it requires a gradient; entropies have no gradient.
 
     Args:
-        hidden: states that predict the targets; float32, bfloat16 or float16.
+        hidden: hidden states that predict the targets; float32, bfloat16 or float16.
         head: output embedding of the same dtype; with tied embeddings the embedding matrix itself.
         targets: int64 token ids.
-        temperature: the sampler's.
-        logits: what the model does to head @ hidden.
-        token_tile: None: by the device.
-
-    Returns:
-        float32, nats.
+        temperature: the sampling temperature.
+        logits: how the model makes logits of head @ hidden.
+        token_tile: tokens of a tile; None: it depends on the device.
+        vocab_tile: vocabulary entries of a tile.
     """
     kind = _TrainedHead if head.requires_grad else _FrozenHead
     how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
@@ -172,7 +173,7 @@ def token_logprobs(
     token_tile: int | None = None,
     vocab_tile: int = VOCAB_TILE,
 ) -> Float[Tensor, " N"]:
-    """float32 logprobs without a gradient, with one matrix product; shapes as in policy_logprobs."""
+    """Returns float32 logprobs (nats) without a gradient, by one matrix product; for arguments see policy_logprobs."""
     how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
     return _folded(hidden, head, targets, how, "logprob")
 
@@ -188,13 +189,14 @@ def token_entropies(
     token_tile: int | None = None,
     vocab_tile: int = VOCAB_TILE,
 ) -> Float[Tensor, " N"]:
-    """float32 entropies (nats) of the distributions that the targets were drawn from, at the cost of token_logprobs."""
+    """Returns float32 entropies (nats) of the distributions that the states predict, at the cost of token_logprobs; for
+    arguments see policy_logprobs."""
     how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
     return _folded(hidden, head, targets, how, "entropy")
 
 
 def _folded(hidden: Tensor, head: Tensor, targets: Tensor, how: _How, want: str) -> Float[Tensor, " N"]:
-    """That field of _Fold, of all tokens."""
+    """Returns the field `want` of _Fold for all tokens."""
     out = torch.empty(len(targets), device=hidden.device)
     for rows in _tiles(len(targets), how.token_tile):
         out[rows] = getattr(_fold(hidden[rows], head, targets[rows], how, want), want)
@@ -226,7 +228,7 @@ class _FrozenHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         (jacobian,) = ctx.saved_tensors
-        # In its place: nothing else wants it, and autograd says so if a second backward pass does.
+        # The saved tensor is overwritten: nothing else uses it, and autograd raises if a second backward pass would.
         return jacobian.mul_(grad[:, None]), None, None, None
 
 
@@ -248,7 +250,7 @@ class _TrainedHead(torch.autograd.Function):
         hidden, head, targets, top, log_total = ctx.saved_tensors
         how: _How = ctx.how
         slope = (grad * (how.logits.scale / how.temperature))[:, None]
-        # Vocabulary outside: float32 sums of [N, H] and of one tile of the head, instead of a whole [V, H].
+        # The outer loop is over the vocabulary, so that the float32 sums are [N, H] and a tile of the head, not [V, H].
         grad_hidden, grad_head = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(head)
         for words in _tiles(len(head), how.vocab_tile):
             weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
@@ -261,28 +263,28 @@ class _TrainedHead(torch.autograd.Function):
                 rounded = (logits if bend is None else logits.mul_(bend)).to(head.dtype)
                 grad_hidden[rows] += _product(rounded, weight, how)
                 total += _product(rounded.t(), hidden[rows], how)
-                del logits, bend, rounded  # before the next tile is made
+                del logits, bend, rounded  # freed before the next tile is allocated
             grad_head[words] = total.to(head.dtype)
         return grad_hidden.to(hidden.dtype), grad_head, None, None
 
 
 class _Fold(NamedTuple):
-    """Of one tile of tokens, float32."""
+    """What the forward pass needs of the logits of one tile of tokens, float32."""
 
-    logprob: Float[Tensor, " n"]  # of the targets
+    logprob: Float[Tensor, " n"]  # logprobs of the targets
     entropy: Float[Tensor, " n"]
     top: Float[Tensor, " n"]  # greatest logit
-    log_total: Float[Tensor, " n"]  # logsumexp of the logits less `top`: apart, or great logits would round it away
-    mean_row: Float[Tensor, "n H"]  # p W; with a cap (p bend) W; H = 0 where it is not wanted
+    log_total: Float[Tensor, " n"]  # logsumexp of the logits minus `top`; added to a great `top` it would lose its bits
+    mean_row: Float[Tensor, "n H"]  # p W; with a cap (p f'(r) / scale) W; H = 0 where it is not wanted
 
 
 def _fold(
     hidden: Float[Tensor, "n H"], head: Float[Tensor, "V H"], targets: Int[Tensor, " n"], how: _How, want: str
 ) -> _Fold:
-    """What the forward pass needs of the logits, folded over the tiles of the vocabulary.
+    """Computes _Fold tile by tile over the vocabulary.
 
-    `want`: logprob, entropy or mean_row, which comes with the entropy only if there is a cap; what is not wanted is not
-    to be read.
+    `want`: logprob, entropy or mean_row. The logprob is always computed; the entropy also with mean_row if there is a
+    cap. Other fields must not be read.
     """
     n = len(hidden)
     top = torch.full((n,), torch.finfo(torch.float32).min, device=hidden.device)
@@ -292,13 +294,14 @@ def _fold(
     for words in _tiles(len(head), how.vocab_tile):
         logits = how.logits.of_(_product(hidden, head[words].t(), how), how.temperature)
         place, inside = _within(targets, words)
-        label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]  # of the same product, so errors cancel
+        # The target's logit is taken from the product that enters the sum, so that rounding errors cancel.
+        label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]
         higher = torch.maximum(top, logits.amax(-1))
         lift = top - higher
         decay = lift.exp()
         logits.sub_(higher[:, None])
         weights = logits.exp() if want == "entropy" or bent else logits.exp_()
-        if want == "entropy" or bent:  # total is the sum of exp(z - top), spread that of exp(z - top) (z - top)
+        if want == "entropy" or bent:  # total sums exp(z - top), spread sums exp(z - top) (z - top)
             spread.addcmul_(lift, total).mul_(decay).add_(torch.linalg.vecdot(logits, weights))
         total.mul_(decay).add_(weights.sum(-1))
         if bent:
@@ -306,13 +309,13 @@ def _fold(
         if want == "mean_row":
             mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words], how))
         top = higher
-        del logits, weights  # before the next tile is made
+        del logits, weights  # freed before the next tile is allocated
     log_total = total.log()
     return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
 
 
 def _within(targets: Int[Tensor, " n"], words: slice) -> tuple[Int[Tensor, "n 1"], Bool[Tensor, "n 1"]]:
-    """(place of each target in that tile of the vocabulary, whether it is there; else the place is 0)."""
+    """Returns (index of each target within a tile of the vocabulary, else 0; whether the target is in the tile)."""
     place = targets[:, None] - words.start
     inside = (place >= 0) & (place < words.stop - words.start)
     return place * inside, inside
@@ -323,7 +326,7 @@ def _tiles(length: int, tile: int) -> list[slice]:
 
 
 def _product(a: Float[Tensor, "I J"], b: Float[Tensor, "J K"], how: _How) -> Float[Tensor, "I K"]:
-    """a b in float32: logits rounded to bfloat16 would put an error of 2e-2 nats on a logprob."""
+    """Returns a b in float32: logits rounded to bfloat16 would give a logprob an error of 2e-2 nats."""
     if a.dtype == torch.float32:
         return a @ b
     if how.cuda:

@@ -1,4 +1,6 @@
-"""LoRA adapters on one base: the policy's, and a frozen one that may be switched in as the reference."""
+"""LoRA adapters on one base model: attaching the policy's adapter and a frozen reference, switching between them, and
+operations that compute LoRA layers faster than PEFT does.
+"""
 
 import logging
 import re
@@ -27,41 +29,41 @@ from rollout.architecture import ATTENTION, has_experts
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.weights import linear_layers
 
-# The arithmetic of LoRA layers that read one input, as one operation with a gradient of its own.
+# Several LoRA layers that read one input, computed as one autograd function.
 #
 #     y_i = x W_i' + b_i + s_i h_i B_i',   h = x A',   A = all A_i, one below the other (Hu et al. 2021, section 4.1)
 #     dx = sum_i g_i W_i + u A,   u_i = s_i g_i B_i,   dA = u' x,   dB_i = s_i g_i' h_i
 #
-# PEFT writes `result + B(A(x)) * scaling`, layer by layer, so that a step goes through [N, out] twice more forwards, to
-# multiply and to add, and the input's gradient is the sum of two tensors per layer. Here products add to what is there
-# already, one thin product serves all layers, and what is kept is the same: x and h. The sum W + s B A is never formed:
-# rounded to 16 bits it would not be the policy that the generators serve. Of a layer in 4 bits bitsandbytes makes x W',
-# and W once more for dx, one layer at a time.
+# PEFT computes `result + B(A(x)) * scaling` layer by layer: the forward pass goes through [N, out] twice more, to
+# multiply and to add, and the input's gradient is a sum of two tensors per layer. Here products are accumulated in
+# place, and one product x A' serves all layers. The tensors kept are the same: x and h. The sum W + s B A is never
+# computed, since rounded to 16 bits it would not be the policy that the generators serve. For a layer in 4 bits
+# bitsandbytes computes x W', and dequantizes W again for dx, one layer at a time.
 #
 # Letters: N tokens, R rows of all A_i together. W_i and b_i are frozen.
 
 
 class Adapted(NamedTuple):
-    """A linear layer and the adapter on it, all of one type."""
+    """A linear layer and the adapter on it, all of one dtype."""
 
-    weight: Tensor  # [out, in], or as bitsandbytes packs it
+    weight: Tensor  # [out, in], or bitsandbytes' packed weight
     bias: Tensor | None  # [out]
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
     scale: float
-    packing: Any = None  # bitsandbytes' QuantState, of a layer in 4 bits
+    packing: Any = None  # bitsandbytes' QuantState of a layer in 4 bits; None for other layers
 
     def base(self, x: Tensor) -> Tensor:
-        """[..., out] of the layer without its adapter. No view of another tensor: models may write to it."""
+        """Returns [..., out] of the layer without its adapter, as a tensor of its own: models may write to it."""
         if self.packing is None:
             return F.linear(x, self.weight, self.bias)
-        from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]  # here: slow to import, and few runs use it
+        from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]  # imported here: slow, and few runs use it
 
         product: Tensor = matmul_4bit(x, self.weight, quant_state=self.packing, bias=self.bias)
         return product
 
     def whole(self) -> Tensor:
-        """[out, in], in the adapter's type."""
+        """Returns the weight [out, in] in the adapter's dtype; a weight in 4 bits is dequantized."""
         if self.packing is None:
             return self.weight
         from bitsandbytes.functional import dequantize_4bit
@@ -71,13 +73,13 @@ class Adapted(NamedTuple):
 
 
 def adapted_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """[..., out] of each layer, from x [..., in]; differentiable once, in x and in every a and b."""
+    """Returns [..., out] of each layer for x [..., in]; differentiable once, in x and in every a and b."""
     return applied(_Linear, x, layers)
 
 
 def applied(function: type[torch.autograd.Function], x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """What an autograd function makes of x, the layers' tensors and what else they have; layers_of puts them together
-    again."""
+    """Applies an autograd function to x, the layers' other fields and their tensors. autograd needs tensors as separate
+    arguments; `layers_of` makes layers of them again."""
     tensors = [tensor for layer in layers for tensor in layer[:4]]
     outputs: tuple[Tensor, ...] = function.apply(x, [layer[4:] for layer in layers], *tensors)  # type: ignore[no-untyped-call]
     return outputs
@@ -124,12 +126,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _below(layers: list[Adapted]) -> Tensor:
-    """[R, in]"""
+    """Returns A, [R, in]: the matrices `a` of all layers, one below the other."""
     return layers[0].a if len(layers) == 1 else torch.cat([layer.a for layer in layers])
 
 
 def _parts(wide: Tensor, layers: list[Adapted]) -> tuple[Tensor, ...]:
-    """[N, R] -> the columns of each layer."""
+    """Splits [N, R] into the columns of each layer."""
     return torch.split(wide, [len(layer.a) for layer in layers], 1)
 
 
@@ -137,25 +139,26 @@ def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
-# LoRA layers in 16 bits on a CPU that has no instructions for products of 16 bits: multiplied in float32.
+# LoRA layers in 16 bits on a CPU without instructions for 16-bit products, computed in float32.
 #
-# There torch emulates them, at a fifth of the speed of float32 (Intel Ice Lake, one core: 31 and 157 GFLOP/s). The
-# mathematics are those above, and what is given has 16 bits as there. h is not kept but computed
-# again. Rows are widened a tile at a time, and weights a layer at a time, so that little lies in float32.
+# On such a CPU torch emulates 16-bit products at a fifth of the speed of float32 (Intel Ice Lake, one core: 31 and 157
+# GFLOP/s). The formulas are those of adapted_linear, and inputs and outputs have 16 bits. h is not kept but computed
+# again. Rows are converted a tile at a time, and weights a layer at a time, so that little memory is float32.
 
-WIDENED_TILE = 1024  # rows
-# Of x86, by torch.cpu.get_capabilities(). Other processors are left to torch.
+WIDENED_TILE = 1024  # rows of a tile
+# Names in torch.cpu.get_capabilities() of x86 instructions for 16-bit products. On other processors torch decides.
 INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 
 def slow_in(dtype: torch.dtype) -> bool:
-    """Whether this processor has no instructions for products of that type."""
+    """Whether this processor is an x86 without instructions for products of that dtype."""
     there, wanted = torch.cpu.get_capabilities(), INSTRUCTIONS.get(dtype, ())
     return there["architecture"] == "x86_64" and bool(wanted) and not any(there.get(name, False) for name in wanted)
 
 
 def widened_linear(x: Tensor, layers: Sequence[Adapted]) -> tuple[Tensor, ...]:
-    """[..., out] of each layer, from x [..., in], in x's type; differentiable once, in x and in every a and b."""
+    """Returns [..., out] of each layer for x [..., in], in x's dtype; differentiable once, in x and in every a and
+    b."""
     return applied(_WidenedLinear, x, layers)
 
 
@@ -188,7 +191,7 @@ def _output(x: Tensor, layer: Adapted) -> Tensor:
 
 
 def _slopes(x: Tensor, layer: Adapted, grad: Tensor, to_x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of a and b; that of x is added to `to_x`."""
+    """Returns the gradients of a and b; the gradient of x is added to `to_x`."""
     weight, _, a, b, scale, _ = _wide(layer)
     to_a, to_b = torch.zeros_like(a), torch.zeros_like(b)
     inputs = [None] * len(_tiles(x)) if to_x is None else _tiles(to_x)
@@ -199,32 +202,32 @@ def _slopes(x: Tensor, layer: Adapted, grad: Tensor, to_x: Tensor | None) -> tup
         to_b.addmm_(slope.t(), wide @ a.t(), alpha=scale)
         if into is not None and into.dtype == torch.float32:
             into.addmm_(slope, weight).addmm_(thin, a)
-        elif into is not None:  # of the one layer that reads x
+        elif into is not None:  # a single layer reads x, so nothing needs to be added
             into.copy_((slope @ weight).addmm_(thin, a))
     return to_a.to(x.dtype), to_b.to(x.dtype)
 
 
 def _wide(layer: Adapted) -> Adapted:
-    """In float32."""
+    """Returns the layer in float32."""
     bias = None if layer.bias is None else layer.bias.float()
     return Adapted(layer.whole().float(), bias, layer.a.float(), layer.b.float(), layer.scale)
 
 
 def _tiles(x: Tensor) -> tuple[Tensor, ...]:
-    """[..., width] -> rows of it, at most TILE at once; views, if it is contiguous."""
+    """Splits [..., width] into tiles of at most WIDENED_TILE rows; they are views if x is contiguous."""
     return torch.split(x.reshape(-1, x.shape[-1]), WIDENED_TILE)
 
 
-# Which of PEFT's LoRA layers are computed as one operation, or in float32, and which of them together.
+# `fuse` replaces the forward passes of PEFT's LoRA layers by the operations above.
 #
-# Layers of one module that read the same tensor are a group (q, k and v of an attention block; gate and up of an MLP),
-# found by watching one pass, not by their names. The first that is called computes for all, and the others hand out
-# what it made. Everything else is left to PEFT: layers of another kind than nn.Linear, in 16 or 32 bits or in 4;
-# variants such as DoRA; an adapter that is switched off, merged, or not on every layer of the group.
+# Layers of one module that read the same tensor are a group (q, k and v of an attention block; gate and up of an MLP).
+# Groups are found by watching a forward pass, not by names. The layer of a group that is called first computes the
+# outputs of all, and the others return theirs. The rest is left to PEFT: layers that are not nn.Linear (in 16, 32 or 4
+# bits); variants such as DoRA; an adapter that is switched off, merged, or not on every layer of the group.
 
 
 class _Ready:
-    """Outputs that a group's first layer made for those which are called next; empty between two passes."""
+    """The outputs that a group's first layer has computed for the layers called next; empty between two passes."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
@@ -234,19 +237,20 @@ class _Ready:
         self._input, self._outputs = x, outputs
 
     def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """The layer's output for this very tensor, once."""
+        """Removes and returns the layer's output for the tensor `x`; None if it was not computed."""
         output = self._outputs.pop(layer, None) if x is self._input else None
         if not self._outputs:
             self._input = None
         return output
 
     def clear(self, *_: Any) -> None:
-        """To be called before a pass: one that broke off may have left some, and with them all that it kept."""
+        """Drops all outputs; a hook before each forward pass, since a pass that failed may have left outputs, and with
+        them its graph."""
         self._input, self._outputs = None, {}
 
 
 def fuse(lm: Any, run: Callable[[], object], *, on_card: bool) -> None:
-    """Makes the LoRA layers of `lm` compute in groups, if it has any. `run`: one pass through the model."""
+    """Makes the LoRA layers of `lm` compute in groups, if it has any. `run`: runs a forward pass of the model."""
     homes = {layer: name.rpartition(".")[0] for name, layer in lm.named_modules() if _is_plain(layer)}
     if not homes:
         return
@@ -255,7 +259,7 @@ def fuse(lm: Any, run: Callable[[], object], *, on_card: bool) -> None:
     for group in _groups(homes, run):
         widen = not on_card and slow_in(_type_of(group[0].base_layer))
         for layer in group:
-            # On the instance, as learner.model.policy does it: no name changes.
+            # The method is replaced on the instance, so that no name of a module or weight changes.
             layer.forward = partial(_forward, layer, group, ready, widen)
 
 
@@ -284,7 +288,8 @@ def _adapted(layer: Any, name: str) -> Adapted:
 
 
 def _adapter(group: Sequence[Any]) -> str | None:
-    """The adapter that all layers of the group apply now, if it is one and the same."""
+    """Returns the adapter that is active on all layers of the group; None if they do not have a single one in
+    common."""
     names = {name for layer in group for name in layer.active_adapters}
     if len(names) != 1 or any(layer.disable_adapters or layer.merged for layer in group):
         return None
@@ -293,7 +298,10 @@ def _adapter(group: Sequence[Any]) -> str | None:
 
 
 def _groups(homes: Mapping[Any, str], run: Callable[[], object]) -> Iterator[list[Any]]:
-    """Of the layers, each with the name of its module, in the order in which a pass calls them."""
+    """Yields the groups of the layers, in the order in which a forward pass calls them.
+
+    homes: layer -> name of the module that it belongs to. run: runs a forward pass.
+    """
     inputs: dict[nn.Module, list[Tensor]] = {}
     hooks = [layer.register_forward_pre_hook(lambda layer, args: inputs.setdefault(layer, []).append(args[0]))
              for layer in homes]  # fmt: skip
@@ -305,13 +313,13 @@ def _groups(homes: Mapping[Any, str], run: Callable[[], object]) -> Iterator[lis
             hook.remove()
     groups: dict[Any, list[Any]] = {}
     for layer, seen in inputs.items():
-        shared = (homes[layer], id(seen[0])) if len(seen) == 1 else layer  # one that is called often stays alone
+        shared = (homes[layer], id(seen[0])) if len(seen) == 1 else layer  # a layer called more than once stays alone
         groups.setdefault(shared, []).append(layer)
     yield from groups.values()
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """W x + s B A x, and nothing else: its types are one."""
+    """Whether the layer computes W x + s B A x and nothing else, all in one dtype."""
     if not isinstance(layer, LoraLayer) or type(layer) is not _kind_of(layer.base_layer) or layer.lora_variant:
         return False
     wanted = _type_of(layer.base_layer)
@@ -320,27 +328,27 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _kind_of(base: Any) -> type | None:
-    """PEFT's layer around it, if it is of a kind that is known here."""
+    """Returns the class of PEFT's layer around `base`; None if `base` is of a kind that is left to PEFT."""
     if _packing(base) is None:
         return Linear if type(base) is nn.Linear else None
-    from peft.tuners.lora.bnb import Linear4bit  # here: there is none without bitsandbytes
+    from peft.tuners.lora.bnb import Linear4bit  # imported here: PEFT has the class only with bitsandbytes
 
     return Linear4bit if base.compute_dtype == _type_of(base) else None
 
 
 def _packing(base: Any) -> Any:
-    """bitsandbytes' QuantState, of a layer in 4 bits."""
+    """Returns bitsandbytes' QuantState of a layer in 4 bits; None for other layers."""
     return getattr(getattr(base, "weight", None), "quant_state", None)
 
 
 def _type_of(base: Any) -> torch.dtype:
-    """That its products are computed in."""
+    """Returns the dtype in which the layer's products are computed."""
     packing = _packing(base)
     kind: torch.dtype = base.weight.dtype if packing is None else packing.dtype
     return kind
 
 
-# Which linear layers of a model learner.lora.targets means: names for PEFT, from a model that may have no weights.
+# The linear layers that learner.lora.targets names.
 
 log = logging.getLogger(__name__)
 
@@ -348,11 +356,13 @@ Wanted = Literal["all-linear"] | list[str]
 
 
 def lora_targets(lm: Any, wanted: Wanted) -> list[str]:
-    """Names of layers, or ends of them. all-linear: every nn.Linear but the output embedding; of a model with experts
-    its attention. (PEFT's own all-linear takes experts and router, too, the fused ones with twice the rank.)
+    """Returns for PEFT the names of the layers to adapt, or the last parts of names. The model may be without weights.
+
+    all-linear means every nn.Linear except the output embedding; in a model with experts it means the attention layers.
+    (PEFT's own all-linear also adapts experts and router, and gives fused experts twice the rank.)
 
     Raises:
-        ValueError: a name is none of a layer that can be adapted.
+        ValueError: a name is not that of a layer that can be adapted.
     """
     linear = linear_layers(lm)
     known = sorted({name.rpartition(".")[2] for name in linear})
@@ -370,8 +380,8 @@ def lora_targets(lm: Any, wanted: Wanted) -> list[str]:
 
 
 def check_targets(lm: Any, wanted: Wanted, found: Sequence[str], folder: str) -> None:
-    """Raises WrongInput if the layers of an adapter (target_modules of its folder) are none of the model that can be
-    adapted, or where all-linear is wanted not those that it means."""
+    """Checks the layers of an adapter: `found` is target_modules in its folder. Raises WrongInput if the model has no
+    such layers that can be adapted, or if all-linear is wanted and means other layers."""
     try:
         lora_targets(lm, list(found))
     except ValueError as error:
@@ -411,17 +421,17 @@ POLICY, REFERENCE = "default", "reference"
 
 
 def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
-    """The PEFT model: a new adapter, or the one of model.adapter, to be trained.
+    """Returns the PEFT model with the policy's adapter: a new one, or that of model.adapter.
 
-    The reference, where it is not the bare base (model.reference, or the adapter that training starts from), is a
-    second adapter on the same base, frozen.
+    If the reference is an adapter, too (model.reference, or else the adapter that training starts from), it is a
+    second, frozen adapter on the same base; otherwise the reference is the base alone.
     """
     if model.adapter is not None:
         content = read_adapter(model.adapter, "model.adapter")
         check_same(lora, content, model.adapter, LoraConfig.model_fields)
         check_targets(lm, lora.targets, content["target_modules"], model.adapter)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # told by Policy.load
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # Policy.load reports missing weights
             wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
     else:
         wrapped = _fresh(lm, lora, seed)
@@ -432,22 +442,21 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
 
 
 def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
-    """Loads the adapter of a folder beside the policy's, frozen, in the base's type.
+    """Loads the adapter of a folder as the reference: frozen, in the base's dtype.
 
     Raises:
-        WrongInput: it is no plain LoRA adapter of this base.
-        WrongInput: it holds numbers that are not finite.
+        WrongInput: it is not a plain LoRA adapter of this base, or holds numbers that are not finite.
     """
     what = f"adapter {REFERENCE!r}"
     read_adapter(folder, what)
     tensors = load_file(Path(folder) / WEIGHTS_FILE)
     modes = [(module, module.training) for module in wrapped.modules()]
     wrapped.load_adapter(folder, REFERENCE, is_trainable=False)
-    for module, training in modes:  # PEFT calls eval() on everything; checkpointing and 4-bit layers hang on the flag
+    for module, training in modes:  # PEFT calls eval() on all modules; checkpointing and 4-bit layers read the flag
         module.training = training
     own = {name: weight for name, weight in wrapped.named_parameters() if f".{REFERENCE}." in name}
     named = {name.replace(f".{REFERENCE}.", "."): weight for name, weight in own.items()}
-    if odd := difference(named, tensors):  # which PEFT fills with fresh weights, or leaves out
+    if odd := difference(named, tensors):  # PEFT initialises missing weights and ignores others, without an error
         raise WrongInput(f"{what}: {folder} must have the names and shapes of model.path, {odd}; give another")
     check_finite(tensors.items(), folder, what)
     for weight in own.values():
@@ -459,8 +468,8 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
 def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
     """Inside this block the model computes with the adapter `name`, or with the base alone (None).
 
-    Which weights train is the same inside and after as before: PEFT's switches set requires_grad, so it is put back. A
-    backward pass belongs into the block of its forward pass: activation checkpointing computes again.
+    requires_grad of all weights stays as it is: PEFT's switches set it, so it is restored. A backward pass must be in
+    the block of its forward pass, since activation checkpointing computes layers again.
     """
     trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
     try:
@@ -482,7 +491,7 @@ def _set_trained(weights: Sequence[tuple[Tensor, bool]]) -> None:
 
 
 def as_json(config: peft.PeftConfig) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+    """Returns the content of adapter_config.json."""
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     plain["inference_mode"] = True
     return {name: getattr(value, "value", value) for name, value in plain.items()}
@@ -503,6 +512,6 @@ def _fresh(lm: Any, lora: LoraConfig, seed: int) -> Any:
         try:
             return peft.get_peft_model(lm, settings, adapter_name=POLICY)
         except ValueError as error:
-            whole = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # the layers of a module that it names
+            whole = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # PEFT's message prints a module's layers
             first = whole.partition(". ")[0].removeprefix("[PEFT:PeftType.LORA] ")
             raise ValueError(f"learner.lora.targets: {first} (PEFT), got {', '.join(targets)}; name others") from None

@@ -1,8 +1,9 @@
-"""The weights of one optimizer: float32 masters, and the copies that the model computes with.
+"""The trained weights of one optimizer: float32 masters, and the copies that the model computes with
+(learner.model.policy says why).
 
-With a float32 model both are the same tensors. Why: learner.model.policy. Of a weight in shards over several ranks
-(learner.model.sharded_base) the master is this rank's rows, in the very memory of the model; FSDP2 sums its gradients
-over micro-batches and ranks, and hands out the copy to compute with.
+With a float32 model both are the same tensors. The master of a sharded weight (learner.model.sharded_base) is this
+rank's rows, in the model's own memory; FSDP2 sums its gradients over micro-batches and ranks, and makes the copy that
+the model computes with.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,18 +17,19 @@ from rollout.weights import Source
 
 
 class Masters:
-    """Of the weights that train.
+    """The weights that are trained, their masters, and the steps between both: gradients to the masters, values back.
 
     Args:
-        weights: name -> the model's own; each becomes `dtype`, its master keeps what it was in float32.
-        keep: whether there are masters at all; else the optimizer updates the model's own weights.
-        wide: names of those that the model computes with in float32, whatever `dtype` is.
+        weights: name -> weight of the model. It is converted to `dtype`; its master keeps the values in float32.
+        dtype: the dtype that the model computes in.
+        keep: whether there are masters; else the optimizer updates the model's own weights.
+        wide: names of the weights that the model computes with in float32, whatever `dtype` is.
 
     Attributes:
-        weights: name -> what the model computes with.
-        dtype: that the model computes in.
-        named: name -> the float32 weight to optimize; the model's own if it is float32, or if keep is false.
-        divided: names of those in shards.
+        weights: name -> the weight that the model computes with.
+        named: name -> the weight that the optimizer updates: the master, or the model's own weight if that is float32
+            or keep is false.
+        divided: names of the sharded weights.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class Masters:
         }
 
     def sources(self) -> dict[str, Source]:
-        """Name -> how the whole weight is written; for shards all ranks must do it, in this order."""
+        """Returns the sources of the whole weights, by name. All ranks must write sharded weights together, in this
+        order."""
         return {name: Source(weight.shape, partial(self._write, name)) for name, weight in self.weights.items()}
 
     def as_shards(self, name: str, rows: Tensor) -> Tensor:
-        """This rank's rows of something as a part of the whole, on the same memory; what is not in shards as it is."""
+        """Returns this rank's rows of a tensor as a DTensor of the whole, on the same memory. The tensor may be the
+        weight or its moments. If the weight is not sharded, the tensor is returned as it is."""
         if name not in self.divided:
             return rows.detach()
         of = self.weights[name]
@@ -62,7 +66,7 @@ class Masters:
         return whole
 
     def own_part(self, name: str, whole: Tensor) -> Tensor:
-        """Of something as large as a whole weight: this rank's rows, where the weight is in shards."""
+        """Returns this rank's rows of a tensor of the whole weight's shape; all of it if the weight is not sharded."""
         if name not in self.divided:
             return whole
         return whole[own_rows(self.weights[name].device_mesh, whole.shape[0])]
@@ -72,8 +76,8 @@ class Masters:
 
     @torch.no_grad()
     def whole(self, name: str, part: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor:
-        """A weight as the model computes with it, or a part of its columns; of one in shards all ranks must ask for it,
-        and each gets all."""
+        """Returns a whole weight as the model computes with it, or what `part` makes of its columns. For a sharded
+        weight all ranks must call it together, and each gets the whole."""
         own = part(self.named[name].detach()).to(self.dtype)
         if name not in self.divided:
             return own
@@ -82,7 +86,8 @@ class Masters:
         return whole
 
     def clear_gradients(self) -> None:
-        """To be called before the first micro-batch; a step that failed half-way may have left some."""
+        """Drops all gradients. It must be called before the first micro-batch, since a step that failed half-way may
+        have left some."""
         for name, weight in self.weights.items():
             self.named[name].grad = weight.grad = None
 
@@ -100,13 +105,14 @@ class Masters:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Masters -> the copy that the model computes with; to be called after each change of the masters."""
+        """Copies the masters into the weights that the model computes with; call it after each change of the
+        masters."""
         for name, weight in self.weights.items():
             if self.named[name] is not weight and name not in self.divided:
                 weight.copy_(self.named[name])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets masters and model. Raises ValueError if names or shapes are others."""
+        """Sets masters and model weights. Raises ValueError if names or shapes differ."""
         if odd := difference(self.named, tensors):
             raise ValueError(
                 f"weights: must have the names and shapes of this model, {odd}; compare learner.lora with r and "
@@ -119,14 +125,15 @@ class Masters:
 
 
 def own_rows(mesh: Any, count: int) -> slice:
-    """This rank's of so many rows, as torch.chunk divides them; the last ranks may have fewer, or none."""
+    """Returns this rank's part of `count` rows, divided as by torch.chunk; the last ranks may have fewer rows, or
+    none."""
     each = -(-count // mesh.size())
     start = min(each * mesh.get_local_rank(), count)
     return slice(start, min(start + each, count))
 
 
 def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """How names and shapes differ, as part of a sentence; "" if they do not."""
+    """Returns how names and shapes differ, as part of a sentence; "" if they do not."""
     shapes = [{name: tuple(tensor.shape) for name, tensor in one.items()} for one in (wanted, found)]
     odd = sorted(name for name in wanted.keys() | found.keys() if shapes[0].get(name) != shapes[1].get(name))
     if not odd:
@@ -135,8 +142,8 @@ def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str
 
 
 def _master(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A float32 copy of `weight`, which itself becomes `dtype`; for float32 the weight itself; for shards this rank's
-    rows."""
+    """Returns the master of a weight, and converts the weight to `dtype`. The master is a float32 copy; if `dtype` is
+    float32 it is the weight itself, and if the weight is sharded it is this rank's rows."""
     if hasattr(weight, "to_local"):
         divided: Any = weight.detach()
         rows: Tensor = divided.to_local()

@@ -1,21 +1,23 @@
-"""Whether a model computes packed rows exactly: settled at start-up, by trying, on the device and in the type in use.
+"""Two trials of a model at start-up, on the device and in the dtype in use: `check_head` tries whether its logits are
+what learner.model.logprob computes, and `enable` whether it computes packed rows exactly.
 
-What a model does to tokens between the layers cannot be read off its class (state-space layers, learned biases, kernels
-that ignore segments), and an attention that leaks from one completion into the next trains silently on garbage.
+Whether packing works cannot be read off a model's class (state-space layers, learned biases, kernels that ignore
+segments). With an attention that leaks from one completion into the next, training would silently be wrong.
 
-A few completions are computed packed, and in rows of their own by the model's own attention. Three questions follow:
+`enable` computes a few completions packed, and in separate rows by the model's own attention. Three questions follow:
 
-1. Does anything leak? Other ids in what a completion must not see change no bit of its logprobs, and get no gradient of
-   them. No tolerance is needed, since the shapes stay (on a card LEAK). Of a model with experts the gradient alone says
-   so: other ids go to other experts, which then compute other numbers of tokens and round otherwise.
-2. Does each layer, given the states that the rows had before it, give the states that they had after it? Errors of
-   rounding then do not pile up over the layers, as they do in logprobs: of a real model in bfloat16 (SmolLM2-135M) a
-   right packing differs by 0.007 of what the layers add, a single position that is off by one by 0.11, while the
+1. Does anything leak? Other token ids in what a completion must not see must not change a bit of its logprobs, and must
+   get no gradient from them. No tolerance is needed on a CPU, since the shapes stay the same; on a GPU it is LEAK. For
+   a model with experts only the gradient counts: other ids go to other experts, which then compute other numbers of
+   tokens and round differently.
+2. Does each layer, given the states that the rows had before it, give the states that they had after it? Rounding
+   errors then do not accumulate over the layers, as they do in logprobs. For a real model in bfloat16 (SmolLM2-135M) a
+   correct packing differs by 0.007 of what the layers add, and a single position that is off by one by 0.11, while the
    logprobs of both differ by 0.1 nats.
-3. Are logprobs and gradients the same? This sees what lies before and behind the layers.
+3. Are logprobs and gradients the same? This finds faults before and after the layers.
 
-A difference within TOLERANCE is taken for rounding. Where there is more, it is measured how much rounding explains, by
-the rows in another attention of transformers, which rounds elsewhere: up to NOISE times as much is taken for it.
+A difference within TOLERANCE is taken for rounding. If it is larger, the effect of rounding is measured by computing
+the rows with another attention of transformers, which rounds differently; up to NOISE times that effect is allowed.
 """
 
 import itertools
@@ -36,24 +38,24 @@ from learner.model.attention import kernels
 from learner.model.logprob import Logits, begin_anew, policy_logprobs, with_head
 from rollout.architecture import has_experts
 
-# Whether a model's logits are what learner.model.logprob takes them for: settled by trying, in float32 over a wide
-# range.
-#
-# The products of its output embedding are replaced by known numbers, and what the model makes of them is compared. So
-# neither the rounding of bfloat16 nor small weights hide a factor or a cap that no known setting of the config names.
+# Limits of check_head.
 
-WIDEST = 50.0  # of the numbers, either sign: beyond what trained models say, and within float32
-HEAD_TOLERANCE = {torch.float32: 1e-4}  # share of the largest; a model that rounds its logits itself: as below
-ROUNDED = 5e-3
-SAME_STATES = 1e-2  # relative norm of a difference; the same computation twice
+WIDEST = 50.0  # largest magnitude of the trial's numbers: beyond the logits of trained models, and exact in float32
+HEAD_TOLERANCE = {torch.float32: 1e-4}  # allowed difference of logits of that dtype, as a share of the largest
+ROUNDED = 5e-3  # the same for other dtypes, to which the model itself rounds its logits
+SAME_STATES = 1e-2  # allowed relative norm of the difference between hidden states that are computed twice
 
 
 @torch.no_grad()
 def check_head(lm: Any, logits: Logits, hidden: Callable[[Tensor], Tensor], path: str) -> None:
     """Raises ValueError if the logits of `lm` are not `logits` of head @ hidden.
 
+    The products of the output embedding are replaced by known float32 numbers of a wide range, and the model's logits
+    are compared. So neither bfloat16's rounding nor small weights hide a factor or a cap that the config does not name.
+
     Args:
-        hidden: ids [1, L] -> [L, H] the final states that the learner multiplies with the head.
+        hidden: ids [1, L] -> [L, H] final hidden states that the learner multiplies with the head.
+        path: the model's name, for messages.
     """
     head = lm.get_output_embeddings()
     ids = torch.arange(1, min(9, len(head.weight)), device=head.weight.device)[None]
@@ -75,7 +77,7 @@ def check_head(lm: Any, logits: Logits, hidden: Callable[[Tensor], Tensor], path
             f"model.path: {path} does not make its logits with its output embedding alone; train another architecture"
         )
     ours = hidden(ids).float()
-    if bool((~torch.isfinite(ours)).any()):  # though its weights are: learner.model.base
+    if bool((~torch.isfinite(ours)).any()):  # the weights are finite: learner.model.base has checked them
         kind = str(head.weight.dtype).removeprefix("torch.")
         raise ValueError(
             f"model.dtype: {path} computes numbers in {kind} that are not finite, though all of its weights are; set a "
@@ -100,12 +102,13 @@ log = logging.getLogger(__name__)
 
 
 class Difference(NamedTuple):
-    """Between two ways to compute the same rows."""
+    """The difference between two ways to compute the same rows."""
 
-    logprobs: float  # root mean square, nats
-    gradient: float  # norm, as a share of the gradient's own
-    layers: float  # of the token that differs most: root mean square over the layers of the difference of what a layer
-    # adds to its state, as a share of what it adds
+    logprobs: float  # root mean square of the logprobs' differences, nats
+    gradient: float  # norm of the gradients' difference, as a share of the gradient's norm
+    # For the token that differs most, the root mean square over the layers of the difference in what a layer adds to
+    # the token's state, as a share of what it adds.
+    layers: float
 
     def __str__(self) -> str:
         return (
@@ -120,19 +123,19 @@ class Difference(NamedTuple):
         return Difference(*map(max, self, other))
 
 
-# Differences that rounding explains without a further look.
+# Differences that are taken for rounding without a measurement.
 TOLERANCE = {
     torch.float32: Difference(1e-4, 1e-3, 1e-4),
     torch.float16: Difference(1e-1, 1e-1, 5e-3),
     torch.bfloat16: Difference(3e-1, 3e-1, 4e-2),
 }
 NOISE = 4
-LEAK = 1e-3  # nats of a logprob, share of a gradient: on a card; on a CPU it is 0
-GROUPS = ((5, (7, 1, 4)), (3, (6, 2)))  # tokens of a prompt, tokens of its completions
+LEAK = 1e-3  # allowed change of a logprob in nats, and share of a gradient, on a GPU; on a CPU both must be 0
+GROUPS = ((5, (7, 1, 4)), (3, (6, 2)))  # for each group the tokens of its prompt, and of its completions
 TRIAL_IDS = 1000
-PADDING = 0  # the slot of padding; a slot is a token of the trial
+PADDING = 0  # the slot of padding; a slot is the number of a token of the trial
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-WINDOW_IN_MASK = ("phimoe", "qwen2_moe")  # their attention is not given it, and packed there is no mask
+WINDOW_IN_MASK = ("phimoe", "qwen2_moe")  # models whose window is only in the mask, which packed rows do not have
 
 
 def enable(
@@ -142,16 +145,18 @@ def enable(
     dtype: torch.dtype,
     attention: str | None = None,
 ) -> bool:
-    """Sets the fastest attention that gives the same logprobs and gradients packed as row by row; True if one does.
+    """Sets the fastest attention of learner.model.attention with which the model computes packed rows exactly.
 
-    Otherwise the model keeps its own attention and a warning says why; micro-batches must then be padded.
+    Returns whether there is one. Otherwise the model keeps its own attention, a warning says why, and micro-batches
+    must be padded.
 
     Args:
-        lm: a causal language model of transformers, its layers as they will be trained.
-        logits: what it does to the products of its output embedding.
+        lm: a causal language model of transformers, with its layers as they will be trained.
+        logits: how the model makes logits of the products of its output embedding.
         predicting: a micro-batch -> [N, H] final hidden states of `lm` that predict its completion tokens.
-        dtype: that it computes in.
-        attention: taken without the trial, for a model without content (learner.tools.meta_run).
+        dtype: the dtype that the model computes in.
+        attention: name of an attention that is set without a trial, for a model on the meta device
+            (learner.tools.meta_run); None: the attention is tried.
     """
     if attention is not None:
         lm.set_attn_implementation(attention)
@@ -168,7 +173,7 @@ def enable(
                 reasons.append(trial.objection())
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # any library or kernel may refuse in its own way; the warning carries its words
+            except Exception as error:  # libraries and kernels may raise any exception; the warning repeats its message
                 reasons.append(str(error) if isinstance(error, NotImplementedError) else f"{name}: {error!r}")
                 begin_anew(lm)
             if reasons[-1] == "":
@@ -182,7 +187,8 @@ def enable(
 
 
 def _by_config(config: Any) -> str:
-    """What a trial of a few tokens cannot see: attention that changes with the distance. Empty if there is none."""
+    """Returns reasons against packing that a trial of a few tokens cannot find: attention that changes with the
+    distance of tokens. It is empty if there are none."""
     strange = set(getattr(config, "layer_types", None) or []) - LAYER_TYPES
     chunk = getattr(config, "attention_chunk_size", None)
     reasons = [f"layers of {', '.join(sorted(strange))}"] if strange else []
@@ -193,19 +199,20 @@ def _by_config(config: Any) -> str:
 
 
 class _Measured(NamedTuple):
-    """What passes over the trial gave. A slot is a token of it; that of a prompt serves all its completions."""
+    """The results of a forward and backward pass over the trial's tokens. A slot is the number of a token; a prompt's
+    slots serve all its completions."""
 
-    logprobs: Tensor  # [slots], nats; 0 of a prompt's tokens
-    gradient: Tensor  # [slots, E] of the weighted sum of the logprobs to the embeddings
-    before: list[Tensor]  # [slots, H] states before each layer
-    after: list[Tensor]  # [slots, H] states after it
+    logprobs: Tensor  # [slots], nats; 0 for a prompt's tokens
+    gradient: Tensor  # [slots, E], gradient of the weighted sum of the logprobs by the embeddings
+    before: list[Tensor]  # for each layer [slots, H] states before the layer
+    after: list[Tensor]  # for each layer [slots, H] states after the layer
 
 
 class _Trial:
-    """The completions, their rows by the model's own attention, and how much rounding explains.
+    """The trial's completions, computed in separate rows by the model's own attention, and the comparison with them.
 
-    Args: those of `enable`. Micro-batches are made with slots in the place of ids, by the code that makes those of
-    training; so it is known what stands where in them, and each pass puts ids in the place of slots.
+    Micro-batches are made by the code that makes those of training, with slots instead of token ids, so that it is
+    known which token is where in them; each pass replaces slots by ids. For arguments see `enable`.
     """
 
     def __init__(self, lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], dtype: torch.dtype) -> None:
@@ -215,14 +222,15 @@ class _Trial:
         self._groups, count = _slots()
         vocab = min(len(head), TRIAL_IDS)
         self._ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab, count))
-        self._others = (self._ids + 1) % vocab  # where something is changed
+        self._others = (self._ids + 1) % vocab  # the ids of tokens that are changed to look for leaks
         self._apart, self._packed = (_of_slots(self._groups, packed=packed) for packed in (False, True))
         self._experts = has_experts(lm.config.to_dict())
         self._own: str = lm.config._attn_implementation
         self._rows = self._measure(self._apart, self._ids)
 
     def objection(self) -> str:
-        """Why packed rows by the attention that is set are not those of the model's own; empty if they are."""
+        """Returns why packed rows, by the attention that is set, differ from the rows by the model's own attention;
+        empty if they do not."""
         packed = self._measure(self._packed, self._ids)
         found, limit = self._difference(self._packed, packed), TOLERANCE[self._dtype]
         if not found.within(limit):
@@ -243,7 +251,8 @@ class _Trial:
 
     @cached_property
     def _rounding(self) -> Difference:
-        """NOISE times what another attention of transformers makes of the rows; 0 where the model has no other."""
+        """NOISE times the difference between the rows by the model's own attention and those by another attention of
+        transformers; 0 where the model has no other."""
         if self._own == "eager":
             return Difference(0.0, 0.0, 0.0)
         with self._attention("eager"):
@@ -251,27 +260,29 @@ class _Trial:
         return Difference(*(NOISE * own for own in noise))
 
     def _leak(self, packed: _Measured, changed: list[int], kept: list[int]) -> tuple[float, float]:
-        """(largest change of a logprob of the completions `kept` by other ids in `changed`, nats; the share of their
-        gradient that goes there)."""
+        """Returns (largest change, in nats, of a logprob of the completions `kept` when the ids in `changed` are
+        others; the share of the gradient of those logprobs that is at `changed`)."""
         ids, chosen = self._ids.clone(), torch.zeros(len(self._ids))
         ids[changed], chosen[kept] = self._others[changed], 1.0
         found = self._measure(self._packed, ids, chosen)
         nats = (found.logprobs[kept] - packed.logprobs[kept]).abs().max()
         share = found.gradient[changed].norm() / found.gradient.norm()
-        return float(nats), float(share.nan_to_num())  # a gradient that overflows float16 says nothing
+        return float(nats), float(share.nan_to_num())  # a gradient that overflowed in float16 shows no leak
 
     def _difference(self, batch: MicroBatch, found: _Measured) -> Difference:
-        """Of the batch by the attention that is set, which gave `found`, from the rows by the model's own."""
+        """Returns the difference between `found`, computed for the batch by the attention that is set, and the rows by
+        the model's own attention."""
         rows = self._rows
         nats = ((found.logprobs - rows.logprobs).square().sum() / batch.targets.numel()).sqrt()
         share = (found.gradient - rows.gradient).norm() / rows.gradient.norm()
-        # Where float16 overflowed in rows too: training scales the loss until it does not.
+        # If float16 overflowed in the rows, too, gradients cannot be compared; in training the loss scale prevents it.
         share = share if rows.gradient.isfinite().all() else torch.zeros(())
         return Difference(float(nats), float(share), self._by_layer(batch))
 
     def _by_layer(self, batch: MicroBatch) -> float:
-        """Difference.layers: each layer of the batch gets the state of the rows. The first layer's own state, which it
-        is not given, counts as a layer too: it holds what the model adds to the embeddings (learned positions)."""
+        """Returns Difference.layers; each layer of the batch gets the states of the rows. The state with which the
+        batch comes to the first layer counts as a layer, too: it holds what the model adds to the embeddings (learned
+        positions)."""
         given, wanted = ([state[batch.ids] for state in states] for states in (self._rows.before, self._rows.after))
         with torch.no_grad(), _states(self._layers if given else [], given) as (before, after):
             self._predicting(self._with_ids(batch, self._ids))
@@ -287,14 +298,15 @@ class _Trial:
         return float(of_tokens[(batch.ids != PADDING).to(self.device)].max())
 
     def _measure(self, slots: MicroBatch, ids: Tensor, chosen: Tensor | None = None) -> _Measured:
-        """By the attention that is set; the gradient of the `chosen` logprobs ([slots], 1 or 0) alone."""
+        """Runs a forward and backward pass with the attention that is set. chosen: [slots], 1 for the tokens whose
+        logprobs the gradient is of, else 0; None: all tokens."""
         embedded: list[Tensor] = []
 
         def keep(module: Any, inputs: Any, output: Tensor) -> None:
             embedded.append(output if output.requires_grad else output.requires_grad_())
 
         batch = self._with_ids(slots, ids)
-        weights = 1 + batch.advantages  # another one for each completion
+        weights = 1 + batch.advantages  # each completion has another weight
         if chosen is not None:
             weights = weights * chosen[slots.targets].to(self.device)
         handle = self._lm.get_input_embeddings().register_forward_hook(keep)
@@ -330,7 +342,7 @@ class _Trial:
 
 
 class _Group(NamedTuple):
-    """Slots of a prompt and of the completions that share it."""
+    """The slots of a prompt, and of the completions that share it."""
 
     prompt: list[int]
     completions: list[list[int]]
@@ -341,7 +353,7 @@ class _Group(NamedTuple):
 
 
 def _slots() -> tuple[list[_Group], int]:
-    """(the groups of GROUPS, how many slots there are: from PADDING on)."""
+    """Returns (the groups of GROUPS, the number of slots with that of PADDING)."""
     following = itertools.count(PADDING + 1)
     groups = [
         _Group(_take(following, size), [_take(following, length) for length in lengths]) for size, lengths in GROUPS
@@ -354,7 +366,8 @@ def _take(numbers: Iterator[int], count: int) -> list[int]:
 
 
 def _of_slots(groups: list[_Group], *, packed: bool) -> MicroBatch:
-    """All completions, packed or in rows of their own; the advantage of a token is the number of its completion."""
+    """Returns the micro-batch of all completions, packed or in separate rows. The advantage of a token is the number of
+    its completion."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     prompts = [np.array(prompt, np.int32) for prompt, _ in pairs]
     lengths = np.array([len(completion) for _, completion in pairs])
@@ -367,7 +380,7 @@ def _of_slots(groups: list[_Group], *, packed: bool) -> MicroBatch:
 
 
 def _changes(a: _Group, b: _Group) -> Iterator[tuple[list[int], list[int]]]:
-    """(slots to change, slots of completions that must not notice)."""
+    """Yields (slots to change, slots of a completion that must not see them)."""
     yield [*b.all, *_joined(a.completions[1:])], a.completions[0]
     yield [*a.all, *_joined(b.completions[:-1])], b.completions[-1]
 
@@ -377,12 +390,14 @@ def _joined(completions: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _by_slot(states: Tensor, places: Tensor, count: int) -> Tensor:
-    """[count, H] from [B, L, H], at places that hold these slots; of a prompt in several rows any of them."""
+    """Returns states [count, H] by slot from [B, L, H]; places: the slot of each token. A prompt in several rows gives
+    the states of any of them."""
     return states.new_zeros(count, states.shape[-1]).index_copy_(0, places, states.flatten(0, 1))
 
 
 def _share(found: Tensor, wanted: Tensor, whole: Tensor, state: Tensor, eps: float) -> Tensor:
-    """[B, L] norm of the difference, as a share of that of `whole` [B, L, H] or of the state's rounding, the larger."""
+    """Returns [B, L] the norm of the difference of two [B, L, H], as a share of the larger of the norm of `whole` and
+    the rounding of `state`."""
     norm = whole.float().norm(dim=-1).maximum(eps * state.float().norm(dim=-1))
     share: Tensor = (found.float() - wanted.float()).norm(dim=-1) / norm.clamp_min(torch.finfo(torch.float32).tiny)
     return share
@@ -390,8 +405,8 @@ def _share(found: Tensor, wanted: Tensor, whole: Tensor, state: Tensor, eps: flo
 
 @contextmanager
 def _states(layers: list[Any], given: Sequence[Tensor] = ()) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """(states before each layer, states after it) of the pass inside, in the order of the first calls. Where states are
-    `given`, each layer computes with its own of them instead."""
+    """Yields two lists that the pass in this block fills: states before each layer and states after it, in the order in
+    which the layers are first called. If states are `given`, each layer computes with its own of those instead."""
     before: list[Tensor] = []
     after: list[Tensor] = []
     begun: set[nn.Module] = set()  # checkpointing runs a layer again in the backward pass

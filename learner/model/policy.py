@@ -1,15 +1,16 @@
-"""The policy: a frozen base model, its LoRA adapter, and the reference it may be held close to; or a model that is
-trained as a whole (learner.mode: full), whose reference is a second set of weights (learner.model.reference, in shards
-learner.model.reference).
+"""The policy: a frozen base model with a LoRA adapter, or a model that is trained as a whole (learner.mode: full). The
+module also merges adapters into weights for generators, and sets activation checkpointing and offloading.
 
-Types. The forward and backward pass run in the base's own type, adapter included, without autocast: autocast would keep
-a second, cast copy of each LoRA layer's input (9 bytes more per token, layer and hidden unit, bfloat16), and
-the adapter would not be, bit for bit, the one that vLLM serves. Updates of a bfloat16 or float16 weight would be
-rounded away, so the weights that the optimizer updates are float32 masters; the model holds their cast copy. With a
-float32 base masters and model share their memory. Trained as a whole, N bfloat16 weights cost 2N bytes for the model,
-4N for the masters, 4N for their gradients, 2N for those of a micro-batch and 8N for AdamW's states; with 8-bit states
-there are no masters (learner.trainer.optimizer), and it is 2N for the model, 2N for gradients, 2N for
-states. A reference is another 2N, or N.
+Types. The forward and backward pass run in the base's dtype, adapter included, without autocast. Autocast would keep a
+second, cast copy of each LoRA layer's input (9 bytes more per token, layer and hidden unit, bfloat16), and the adapter
+would not be, bit for bit, the one that vLLM serves. Updates of a bfloat16 or float16 weight would be lost in rounding,
+so the optimizer updates float32 masters, and the model holds a cast copy of them. With a float32 base masters and model
+share their memory.
+
+Memory of a model of N bfloat16 weights that is trained as a whole: 2N bytes for the model, 4N for the masters, 4N for
+their gradients, 2N for the gradients of a micro-batch and 8N for AdamW's states. With 8-bit states there are no masters
+(learner.trainer.optimizer): 2N for the model, 2N for gradients, 2N for states. A reference takes another 2N, or N in 8
+bits (learner.model.reference).
 """
 
 import logging
@@ -44,16 +45,17 @@ from learner.model.shared_base import MappedBase
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.weights import Source
 
-# learner.push: merged. The weights of a model with its LoRA adapter multiplied out, W + alpha / r B A (Hu et al. 2021,
-# section 4.1), for a generator that holds no adapter.
+# Merged weights (learner.push: merged): W + alpha / r B A (Hu et al. 2021, section 4.1), for a generator that holds no
+# adapter.
 #
-# What the adapter does not touch is not sent: a generator has it from the model's files. But a block (the linear layers
-# of one module, as self_attn with q, k, v and o) is sent as a whole, biases included, since vLLM fuses some of its
-# layers into one and fills a fused layer that comes in part with anything.
+# Blocks without an adapter are not sent, since a generator has their weights from the model's files. A block (the
+# linear layers of one module, such as self_attn with q, k, v and o) is sent as a whole, biases included: vLLM fuses
+# some of its layers into one, and leaves undefined what is missing of a fused layer that is sent in part.
 
 
 def merged(lm: Any) -> dict[str, Source]:
-    """The checkpoint's name of each weight to send -> how it is made. The model itself stays as it is.
+    """Returns the weights to send: the name in the checkpoint -> the source that computes the merged weight. The model
+    itself stays as it is.
 
     Raises ValueError for an adapter on layers that are not nn.Linear.
     """
@@ -76,23 +78,24 @@ def _block(block: nn.Module) -> Iterator[tuple[str, Source]]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """By the policy's adapter; another role's may lie on further layers."""
+    """Whether the policy's adapter is on this layer; adapters of other roles may be on further layers."""
     return isinstance(module, LoraLayer) and POLICY in module.scaling
 
 
 def _merge(layer: Any, place: Tensor) -> None:
-    """In float32, from the weights that the learner computes with, then in the model's type."""
+    """Writes the merged weight to `place`. It is computed in float32 from the weights that the learner computes with,
+    then rounded to the dtype of `place`."""
     weight: Tensor = layer.get_base_layer().weight
     a, b = layer.lora_A[POLICY].weight.float(), layer.lora_B[POLICY].weight.float()
     there = place.dtype == torch.float32 and place.device == weight.device
     wide = place if there else torch.empty_like(weight, dtype=torch.float32)
     wide.copy_(weight).addmm_(b, a, alpha=layer.scaling[POLICY])
     if not there:
-        # Converted before it goes to another device, to which copy_ would take the bytes of float32.
+        # The weight is converted before it goes to another device, since copy_ would transfer float32.
         place.copy_(wide if wide.device == place.device else wide.to(place.dtype))
 
 
-# What of the forward pass is kept for the backward pass, and what is computed a second time.
+# Activation checkpointing: which activations are kept for the backward pass, and which are computed a second time.
 #
 #     policy   kept per decoder layer                       computed twice
 #     none     everything (about 12h + 6f + 5kv per token)  nothing
@@ -100,24 +103,25 @@ def _merge(layer: Any, place: Tensor) -> None:
 #     mlp      none's without the inside of the MLP         every MLP
 #     full     the layer's input (2h per token)             every layer
 #
-# (bytes per token in bfloat16 with LoRA; h hidden, f MLP width, kv key and value width; on a CPU 8f.) The arithmetic is
-# the same in all of them, so the gradients are equal bit for bit. With LoRA `full` costs half as much again as `none`,
-# not a third, since a frozen weight has no gradient of its own.
+# (Bytes per token in bfloat16 with LoRA; h hidden size, f MLP width, kv key and value width; on a CPU 8f instead of
+# 6f.) The arithmetic is the same in all of them, so the gradients are equal bit for bit. With LoRA `full` takes half as
+# long again as `none`, not a third, since frozen weights need no gradient.
 #
-# The *first* k layers, not the last: the backward pass comes to them when the kept layers have been freed, so the layer
-# that is being computed again finds their room empty instead of adding to the peak.
+# The first k layers are chosen, not the last: the backward pass reaches them when the activations of the other layers
+# have been freed, so computing a layer again does not add to the memory peak.
 
 log = logging.getLogger("learner")
 
-# Not re-entrant: the re-entrant kind finds nothing to differentiate behind frozen embeddings. Dropout is off in the
-# learner, so no random state needs to be kept.
+# Re-entrant checkpointing does not work here: behind frozen embeddings its inputs require no gradient. Dropout is off
+# in the learner, so no random state needs to be kept.
 _AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 CheckpointPolicy = str | int  # none | mlp | full | the number of layers
 
 
 def resolve_checkpointing(setting: CheckpointPolicy, device: torch.device) -> CheckpointPolicy:
-    """The policy for learner.checkpointing: what the planner left at auto is full on a GPU and none on a CPU."""
+    """Returns the checkpointing policy of learner.checkpointing; `auto`, where no memory plan has replaced it, means
+    full on a GPU and none on a CPU."""
     if setting != "auto":
         return setting
     policy = "none" if device.type == "cpu" else "full"
@@ -126,10 +130,10 @@ def resolve_checkpointing(setting: CheckpointPolicy, device: torch.device) -> Ch
 
 
 def apply(lm: Any, policy: CheckpointPolicy, path: str) -> None:
-    """Sets the policy on a transformers model in eval mode.
+    """Sets a checkpointing policy on a transformers model in eval mode.
 
     Raises:
-        ValueError: the model cannot, or has fewer layers than are asked for.
+        ValueError: the model does not support the policy, or has fewer layers than `policy`.
     """
     if policy == "none":
         return
@@ -147,7 +151,7 @@ def apply(lm: Any, policy: CheckpointPolicy, path: str) -> None:
     for layer in layers[:count]:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = _AGAIN
-        layer.training = True  # the layer alone asks this flag; its children stay in eval, free of dropout
+        layer.training = True  # only the layer itself reads this flag; its children stay in eval mode, without dropout
 
 
 def _recompute_mlps(layers: list[Any], path: str) -> None:
@@ -158,16 +162,17 @@ def _recompute_mlps(layers: list[Any], path: str) -> None:
             f"{len(layers)} layers; set it to full, none or a number of layers"
         )
     for mlp in mlps:
-        # On the instance, so that module and weight names, which PEFT and the checkpoints use, stay as they are.
+        # The method is replaced on the instance, so that the names of modules and weights, which PEFT and checkpoints
+        # use, do not change.
         mlp.forward = partial(_AGAIN, mlp.forward)
 
 
 @contextmanager
 def offloaded(enabled: bool) -> Iterator[None]:
-    """Inside this block what the forward pass keeps goes to pinned host memory and comes back in the backward pass.
+    """Inside this block the tensors that autograd saves are moved to pinned host memory, and back in the backward pass.
 
-    Meant around a backbone under `full`: then that is the layers' inputs. What a layer computes again in the backward
-    pass is outside of this block and stays on the device.
+    It is meant for a forward pass with checkpointing policy `full`, which saves only the layers' inputs. What a layer
+    computes again in the backward pass is computed outside of this block and stays on the device.
     """
     if not enabled:
         yield
@@ -177,21 +182,28 @@ def offloaded(enabled: bool) -> Iterator[None]:
 
 
 class Policy:
-    """Base model plus adapter; without `lora`, the whole model.
+    """The model that is trained: base model and adapter, or without `lora` the whole model. It computes hidden states,
+    logprobs and entropies, and can act as other roles on the same base (reference, value, reward models).
 
     Args:
-        attention: see learner.model.packing_check.enable. mapped: the base to use, instead of one of its own.
-        sharded: over the ranks of the process group, all of which make their policies at once.
-        roles: further adapters, with a scalar head each; they need `lora`.
+        checkpointing: the activation checkpointing policy.
+        seed: seed of a new adapter's weights.
+        offload: whether saved activations are moved to host memory (`offloaded`).
+        keep_masters: whether the trained weights get float32 masters.
+        keep_reference: whether a model that is trained as a whole keeps a reference.
+        attention: name of the attention implementation (see learner.model.packing_check.enable).
+        mapped: the generator's base, which is mapped; None: the base is loaded.
+        sharded: whether the base is sharded over the ranks of the process group, all of which make their policies at
+            the same time.
+        roles: further adapters, each with a scalar head; they need `lora`.
 
     Attributes:
-        head: [V, H] output embedding; frozen with an adapter. Of a base in shards it has a shape and a device only.
-        logits: what the model does to head @ hidden.
-        model_type: of its config.
-        scored: name -> adapter of each further role with a scalar head.
+        head: [V, H] output embedding; frozen with an adapter. With a sharded base only its shape and device are valid.
+        logits: how the model makes logits of head @ hidden.
+        scored: name -> adapter of each role with a scalar head.
         trained: the weights that the optimizer updates.
         packed: whether micro-batches may be packed (learner.model.attention); otherwise they must be padded.
-        peft_config: of the adapter, as a JSON-able dictionary (the content of adapter_config.json); None without one.
+        peft_config: the content of the adapter's adapter_config.json as a dictionary; None without an adapter.
 
     Raises:
         ValueError: the model cannot be trained here, or the adapter contradicts `lora`; the message names the setting.
@@ -247,7 +259,7 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That the model computes in."""
+        """The dtype that the model computes in."""
         return self.trained.dtype
 
     @property
@@ -256,10 +268,11 @@ class Policy:
         return str(self._lm.config.get_text_config().model_type)
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
-        """[B, L] right-padded ids, or a packed row with its positions [1, L] and layout -> [B * L, H] final states.
+        """Returns [B * L, H] final hidden states of [B, L] right-padded ids, or of a packed row [1, L] with its
+        positions [1, L] and layout.
 
-        No attention mask is passed: attention is causal and the padding comes last, so no real token sees it, and
-        the attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
+        No attention mask is passed. Attention is causal and the padding comes last, so no real token sees it, and the
+        attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
         """
         packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout}
         with offloaded(self._offload and torch.is_grad_enabled()):
@@ -267,43 +280,46 @@ class Policy:
         return states.flatten(0, 1)
 
     def predicting(self, batch: MicroBatch) -> Tensor:
-        """[N, H] states that predict the completion tokens of the batch."""
+        """Returns the [N, H] hidden states that predict the completion tokens of the batch."""
         return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
 
     def logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Of [N] tokens, by the [N, H] states that predict them: learner.model.logprob.policy_logprobs."""
+        """Returns [N] logprobs and [N] entropies of the tokens that the [N, H] states predict, with gradients
+        (learner.model.logprob.policy_logprobs)."""
         return with_head(self._lm, policy_logprobs, states, targets, temperature, logits=self.logits)
 
     def token_logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Likewise, without a gradient: learner.model.logprob.token_logprobs."""
+        """Returns [N] logprobs without a gradient (learner.model.logprob.token_logprobs)."""
         return with_head(self._lm, token_logprobs, states, targets, temperature, logits=self.logits)
 
     def token_entropies(self, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Likewise: learner.model.logprob.token_entropies."""
+        """Returns [N] entropies without a gradient (learner.model.logprob.token_entropies)."""
         return with_head(self._lm, token_entropies, states, targets, temperature, logits=self.logits)
 
     def acting_as(self, role: str) -> AbstractContextManager[None]:
         """Inside this block the model acts as another role on the same base: `reference`, or one of `scored`. A forward
-        pass and its backward pass belong into one block.
+        pass and its backward pass must be in the same block.
 
-        The reference is model.reference, else the adapter that training started from, else the base alone (0 bytes); of
-        a model that is trained as a whole, model.reference or the weights that training started from.
+        With an adapter the reference is model.reference, else the adapter that training started from, else the base
+        alone, which takes no memory. Without an adapter it is model.reference, else the weights that training started
+        from.
         """
         return self._roles[role]()
 
     @property
     def reward_models(self) -> list[str]:
-        """Those of `scored` that are reward models (learner.model.roles.reward_roles), in their order."""
+        """The names in `scored` of reward models (learner.model.roles.reward_roles), in their order."""
         return [name for name in self.scored if name.startswith(REWARD)]
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """PEFT's name of each adapter weight (base_model.model.….lora_A.weight), or the model's own name of each of its
-        weights -> float32 weight to optimize; the model's own weight if keep_masters is false."""
+        """The weights that the optimizer updates, by PEFT's names of adapter weights (base_model.model.….lora_A.weight)
+        or the model's names of its weights. They are float32 masters, or the model's own weights if keep_masters is
+        false."""
         return self.trained.named
 
     def clear_gradients(self) -> None:
-        """See Masters, as the next three."""
+        """See Masters, also for the next three methods."""
         self.trained.clear_gradients()
 
     def collect_gradients(self) -> None:
@@ -316,16 +332,18 @@ class Policy:
         self.trained.load(tensors)
 
     def merged(self) -> dict[str, Source]:
-        """The base's weights that the adapter changes, with it; the base's own stay."""
+        """Returns the base's weights that the adapter changes, with the adapter merged in (see the function
+        `merged`)."""
         return merged(self._lm)
 
     def scalings(self) -> dict[str, float]:
-        """PEFT's name of each layer with an adapter -> what B A is multiplied with, alpha / r."""
+        """Returns the scaling alpha / r of each layer with an adapter, by PEFT's name of the layer."""
         layers = ((name, module) for name, module in self._peft.named_modules() if isinstance(module, LoraLayer))
         return {name: float(layer.scaling[POLICY]) for name, layer in layers if POLICY in layer.scaling}
 
     def save_config(self, folder: Path) -> None:
         """Writes the base model's config.json and generation_config.json."""
         self._lm.config.save_pretrained(folder)
-        # Not save_pretrained: transformers refuses to save some that it loads, such as a temperature without sampling.
+        # save_pretrained is not used here: transformers refuses to save some generation configs that it loads, such as
+        # a temperature without sampling.
         (folder / "generation_config.json").write_text(self._lm.generation_config.to_json_string())

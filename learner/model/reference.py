@@ -1,10 +1,11 @@
-"""The reference of a model that is trained as a whole: a second, frozen set of its weights, which takes the place of
-the first for a pass without gradient. (An adapter's reference is its base, for 0 bytes: learner.model.lora.)
+"""The reference of a model that is trained as a whole: frozen weights that replace the trained ones for a pass without
+gradient. `Reference` is for a model that is whole in each process, `ShardedReference` for a sharded model. (With an
+adapter the reference is the base, without further memory: learner.model.lora.)
 
-In 8 bits (model.reference_dtype: int8) every matrix but the embeddings and the head is held as whole numbers up to 127
-and a scale per row, which is the row's largest weight over 127, and multiplied out for its own product alone: half the
-bytes of 16 bits. The reference is then a little another one: for the model of configs/gsm8k_cpu.yaml in bfloat16 its
-logprobs of GSM8K's texts differ by 0.009 nats in the mean, a KL of 9e-5 nats.
+In 8 bits (model.reference_dtype: int8) every matrix except the embeddings and the head is held as integers up to 127
+and a scale per row, which is the row's largest weight / 127. A matrix is dequantized only while its module computes, so
+it takes half the bytes of 16 bits. Such a reference differs slightly from the exact one: for the model of
+configs/gsm8k_cpu.yaml in bfloat16 the logprobs of GSM8K's texts differ by 0.009 nats in the mean, a KL of 9e-5 nats.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,37 +25,38 @@ LEVELS = 127
 
 
 class _Narrow(NamedTuple):
-    """A matrix of the reference in 8 bits, beside the trained weight that it replaces for a pass."""
+    """A matrix of the reference in 8 bits, and the trained weight that it replaces for a pass."""
 
-    module: nn.Module
-    weight: Tensor
+    module: nn.Module  # module of the trained weight
+    weight: Tensor  # the trained weight
     numbers: Tensor  # int8, of the weight's shape
-    scales: Tensor  # [..., 1] in the weight's type
+    scales: Tensor  # [..., 1] in the weight's dtype
 
     def widen(self, *_: Any) -> None:
-        """To be called before the module: it computes with the reference's weight."""
+        """Gives the module the reference's weight; a hook before the module's forward pass."""
         self.weight.data = self.numbers.to(self.scales.dtype).mul_(self.scales)
 
     def drop(self, *_: Any) -> None:
-        """To be called after the module. Code that uses the weight outside of its module finds it empty, and fails."""
+        """Frees the reference's weight; a hook after the module's forward pass. Code that uses the weight outside of
+        its module finds it empty, and fails."""
         self.weight.data = self.scales.new_empty(0)
 
 
 class Reference:
-    """A frozen copy of a model's weights.
+    """A frozen set of weights that can take the place of a model's weights.
 
     Args:
-        lm: whose weights it takes the place of; with model.reference null it is a copy of them as they are now.
-        model: where the reference comes from, and how it is held.
-        try_out: a pass of any kind through lm.
+        lm: the trained model; with model.reference null the reference is a copy of its weights as they are now.
+        model: settings that say where the reference comes from, and whether it is held in 8 bits.
+        try_out: runs any forward pass through lm, to try whether int8 works.
 
     Raises:
         WrongInput: model.reference is not of the architecture of model.path.
-        ValueError: int8 does not work with it.
+        ValueError: the model uses a matrix outside of its module, so int8 does not work.
     """
 
     def __init__(self, lm: Any, model: ModelConfig, try_out: Callable[[], object]) -> None:
-        named = {id(weight): name for name, weight in lm.state_dict(keep_vars=True).items()}  # tied ones once
+        named = {id(weight): name for name, weight in lm.state_dict(keep_vars=True).items()}  # tied weights count once
         own = {name: weight for name, weight in lm.state_dict(keep_vars=True).items() if named[id(weight)] == name}
         source = own if model.reference is None else _weights_of(model.reference, model)
         wide = {id(module.weight) for module in lm.modules() if isinstance(module, nn.Embedding)}
@@ -72,7 +74,7 @@ class Reference:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Inside this block the model computes with the reference's weights; no gradient may be taken."""
+        """Inside this block the model computes with the reference's weights; backward must not be called."""
         own = [(weight, weight.data) for weight, *_ in self._whole]
         own += [(narrow.weight, narrow.weight.data) for narrow in self._narrow]
         hooks: list[RemovableHandle] = []
@@ -102,7 +104,7 @@ class Reference:
 
 
 def _weights_of(folder: str, model: ModelConfig) -> Mapping[str, Tensor]:
-    """Of the model of a folder or hub name, in main memory."""
+    """Returns the weights of the model of a folder or hub name, in main memory."""
     check_reference(folder, model.source)
     model = model.model_copy(update={"path": folder, "revision": None})
     other = load_base(model, torch.device("cpu"), lora=False, key="model.reference")
@@ -111,27 +113,27 @@ def _weights_of(folder: str, model: ModelConfig) -> Mapping[str, Tensor]:
 
 
 def _narrowed(module: nn.Module, weight: Tensor, values: Tensor) -> _Narrow:
-    """Rounded to the nearest of 255 levels of each row; the scale is that of the type it is used in."""
+    """Quantizes a matrix to the nearest of 255 levels of each row. The scale is first rounded to the weight's dtype, in
+    which it will be multiplied."""
     largest = values.abs().amax(-1, keepdim=True)
     scales = (largest.float() / LEVELS).clamp(min=torch.finfo(values.dtype).tiny).to(values.dtype)
     numbers = (values.float() / scales.float()).round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
     return _Narrow(module, weight, numbers, scales)
 
 
-# The reference of a model that is trained as a whole in shards (memory.layout: sharded): a second model, frozen, whose
-# shards have model.dtype, in the place of the first for a pass without gradient.
-#
-# Not the first with other weights, as where a model is whole: what FSDP2 gathers from is the float32 memory
-# that the optimizer updates, so there the second set would be float32 as well, and be copied in and out for each step.
-
-
 class ShardedReference:
-    """It computes as the trained model does, whose classes and settings it has: kernels and attention are those that
-    were tried with that one. All ranks make theirs at once, and are in its passes together.
+    """A second, frozen model, sharded over the ranks, whose modules take the place of a sharded model's (memory.layout:
+    sharded).
+
+    It computes with the attention and the kernels that were tried with the trained model. All ranks make theirs at the
+    same time, and run its passes together. It is not a second set of weights for the trained model, as Reference is:
+    FSDP2 gathers from the float32 memory that the optimizer updates, so that set would have to be float32, too, and be
+    copied in and out for each step. The shards of this model have model.dtype.
 
     Args:
         lm: the trained model, ready for its passes.
-        model: where the reference comes from; with model.reference null it is what the files of model.path hold.
+        model: settings that say where the reference comes from; with model.reference null it is read from model.path.
+        device: the device of this rank.
 
     Raises:
         WrongInput: model.reference is not of the architecture of model.path.
@@ -151,8 +153,8 @@ class ShardedReference:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Inside this block the reference's layers and head are in the place of the trained model's; no gradient may be
-        taken."""
+        """Inside this block the reference's layers and head take the place of the trained model's; backward must not be
+        called."""
         own, self._lm._modules = self._lm._modules, self._frozen._modules
         try:
             yield

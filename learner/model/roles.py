@@ -1,8 +1,9 @@
-"""Further roles on the policy's base: adapters with a scalar head (reward and value models), no second copy of it.
+"""Further roles on the policy's base: reward models and PPO's value, which are adapters with a scalar head. They share
+the base, so they need no second copy of it.
 
-In files they are PEFT's sequence classification: task_type SEQ_CLS, `score` among modules_to_save, and the head beside
-the LoRA weights as HEAD. PEFT itself would put the head into the model; here it is kept apart, since the model is one
-that speaks.
+Their files have PEFT's format of sequence classification: task_type SEQ_CLS, `score` among modules_to_save, and the
+head under the name HEAD beside the LoRA weights. PEFT would put the head into the model; here it is a separate module,
+since the base is a causal language model with its own head.
 """
 
 import copy
@@ -26,14 +27,14 @@ from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
 from rollout.data.model_files import WEIGHTS_FILE, load_tokenizer
 
-# A scalar head: one number of a hidden state, s = w . h, as transformers' sequence classification with one label has
-# it (`score`, without bias). Reward and value models are such a head and an adapter on the base of all roles.
-#
-# It is float32 over a base in 16 bits, too: a reward near 10 in bfloat16 would be rounded to a sixteenth.
-
 
 class ScalarHead(nn.Module):
-    """weight: [1, H], of any floating type."""
+    """Computes one number of a hidden state, s = w . h, as transformers' sequence classification with one label does
+    (`score`, without bias). It is float32 over a base in 16 bits, too: a reward near 10 would be rounded to a sixteenth
+    in bfloat16.
+
+    weight: [1, H], of any floating dtype.
+    """
 
     def __init__(self, weight: Float[Tensor, "1 H"]) -> None:
         super().__init__()
@@ -41,24 +42,26 @@ class ScalarHead(nn.Module):
 
     @classmethod
     def zeros(cls, width: int, device: torch.device) -> "ScalarHead":
-        """One that says 0 of every state; its first gradient is the states' and not 0."""
+        """Returns a head that gives 0 for every state. Its gradient is not 0, since that is made of the states."""
         return cls(torch.zeros(1, width, device=device))
 
     def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
-        """float32 numbers of the states, which may have 16 bits."""
+        """Returns [N] float32 numbers for the hidden states, which may have 16 bits."""
         return hidden.float() @ self.weight[0]
 
 
-REWARD = "reward_"  # and a number: names of reward models
+REWARD = "reward_"  # prefix of the names of reward models; a number follows
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRole:
-    """What is asked for.
+    """Says which adapter with a scalar head a Policy is to have.
 
-    name: of the adapter, and of the role for learner.model.policy.Policy.acting_as. folder: of an adapter in PEFT's
-    sequence-classification format; None: a fresh one of the policy's rank and targets, with a head of zeros. trained:
-    whether its weights want a gradient. key: the setting that asks for it, for messages.
+    name: name of the adapter, and of the role for learner.model.policy.Policy.acting_as.
+    folder: folder of an adapter in PEFT's sequence-classification format; None: a new adapter with the policy's rank
+        and targets, and a head of zeros.
+    trained: whether its weights are trained.
+    key: the setting that asks for the role, for messages.
     """
 
     name: str
@@ -68,24 +71,26 @@ class ScoredRole:
 
 
 def reward_roles(folders: Sequence[str]) -> list[ScoredRole]:
-    """Of frozen reward models."""
+    """Returns the roles of frozen reward models, in the order of their folders."""
     return [ScoredRole(f"{REWARD}{i}", folder, trained=False, key="rewards") for i, folder in enumerate(folders)]
 
 
 class ScoredAdapter:
-    """An adapter beside the policy's, and its head.
+    """An adapter on the policy's base with a scalar head.
 
     Attributes:
-        head: of the states that the model has while it acts as this role.
-        weights: PEFT's name of each LoRA weight, and HEAD -> the weight that the model computes with: the head float32,
-            the others of the base's type.
-        masters: of the weights, if they are trained.
-        pad: id of the padding token, behind the last token that speaks for a sequence; None: the last of all speaks.
-        peft_config: the content of its adapter_config.json.
+        head: computes a number of each hidden state that the model has while it acts as this role.
+        weights: the weights that the model computes with, by PEFT's names of LoRA weights and HEAD: the head is
+            float32, the others have the base's dtype.
+        masters: masters of the weights; None if the role is frozen.
+        pad: id of the padding token: the score of a sequence is at its last token that is not padding; None: at its
+            last token.
+        peft_config: the content of the role's adapter_config.json.
     """
 
     def __init__(self, wrapped: Any, role: ScoredRole, seed: int) -> None:
-        """Adds it to the PEFT model. Raises WrongInput: the folder is none for a scalar head on this base."""
+        """Adds the adapter to the PEFT model. Raises WrongInput if the folder does not hold an adapter with a scalar
+        head for this base."""
         lm = wrapped.get_base_model()
         place = lm.get_output_embeddings().weight
         tensors = {} if role.folder is None else load_file(Path(role.folder) / WEIGHTS_FILE)
@@ -93,7 +98,8 @@ class ScoredAdapter:
         with _unchanged(wrapped), torch.random.fork_rng():
             torch.manual_seed(seed)
             wrapped.add_adapter(role.name, settings)
-        own = (f".lora_A.{role.name}.weight", f".lora_B.{role.name}.weight")  # a layer may be called as the role is
+        # The whole end of a name is compared, since a layer of the model may have the role's name.
+        own = (f".lora_A.{role.name}.weight", f".lora_B.{role.name}.weight")
         lora = {
             f"{name.removesuffix(f'.{role.name}.weight')}.weight": weight
             for name, weight in wrapped.named_parameters()
@@ -115,9 +121,10 @@ class ScoredAdapter:
         self.peft_config = as_json(settings) | {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
 
     def save(self, folder: Path, path: str) -> None:
-        """For PEFT's AutoPeftModelForSequenceClassification, float32; `path` is the base model's. The folder is made.
+        """Writes the adapter in float32 for PEFT's AutoPeftModelForSequenceClassification; the folder is created. For
+        its use, transformers' sequence classification needs a padding token in the base's config.
 
-        transformers' sequence classification also wants a padding token in the base's config.
+        path: name or folder of the base model.
         """
         folder.mkdir(parents=True, exist_ok=True)
         named = self.weights if self.masters is None else self.masters.named
@@ -127,13 +134,14 @@ class ScoredAdapter:
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config | base_of(path), indent=2))
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, of a role that is trained. Raises ValueError if it is another adapter's."""
+        """Loads what `save` wrote; only for a trained role. Raises ValueError if names or shapes of weights differ."""
         assert self.masters is not None, "a frozen role is what it was made from"
         self.masters.load(load_file(folder / WEIGHTS_FILE))
 
 
 def _padding(lm: Any, role: ScoredRole) -> int | None:
-    """The base's; without one that of the tokenizer which TRL writes beside an adapter, by which it was trained."""
+    """Returns the id of the padding token: that of the base's config, else that of the tokenizer which TRL writes into
+    the adapter's folder, and with which the adapter was trained."""
     pad: int | None = lm.config.get_text_config().pad_token_id
     if pad is None and role.folder is not None and (Path(role.folder) / "tokenizer_config.json").is_file():
         pad = load_tokenizer(role.folder).pad_token_id
@@ -141,7 +149,7 @@ def _padding(lm: Any, role: ScoredRole) -> int | None:
 
 
 def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
-    """For an adapter without the head."""
+    """Returns PEFT's settings of the role's adapter, without its head."""
     if role.folder is None:
         settings: peft.LoraConfig = copy.deepcopy(wrapped.peft_config[POLICY])
     else:
@@ -153,7 +161,7 @@ def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
 
 
 def without_head(settings: peft.LoraConfig) -> peft.LoraConfig:
-    """The same for a causal language model, in which PEFT finds no head to save."""
+    """Changes PEFT's settings to those of a causal language model, for which PEFT adds no head."""
     settings.modules_to_save, settings.task_type = None, peft.TaskType.CAUSAL_LM
     return settings
 
@@ -172,8 +180,8 @@ def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], folder: 
 
 @contextmanager
 def _unchanged(wrapped: Any) -> Iterator[None]:
-    """Puts back what PEFT switches on all modules as it adds an adapter: what trains, and the mode of each module, on
-    which checkpointing and 4-bit layers hang."""
+    """Restores what PEFT changes when it adds an adapter: requires_grad of all weights, and the flag `training` of all
+    modules, which checkpointing and 4-bit layers read."""
     modes = [(module, module.training) for module in wrapped.modules()]
     trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
     yield

@@ -1,13 +1,15 @@
-"""The base in shards (memory.layout: sharded): each rank of the learner holds its rows of every matrix, and a decoder
-layer is gathered when a pass comes to it and let go behind it. That is FSDP2, torch.distributed.fsdp.fully_shard.
+"""Loads a base that is sharded over the learner's ranks (memory.layout: sharded) by FSDP2,
+torch.distributed.fsdp.fully_shard: each rank holds its rows of every matrix, and a decoder layer is gathered for its
+forward or backward pass and freed afterwards.
 
-Gathering copies: logprobs and gradients are to the bit those of a whole base. Every pass of one rank is one of all, and
-the adapters, which come later, are whole on each. Of the files a rank reads its own rows alone, so that no more than
-those is ever there. A head that is the input embedding as well stays whole: models that have one are small.
+Gathering only copies, so logprobs and gradients are bit for bit those of a whole base. All ranks must run every pass
+together. Adapters, which are added later, are whole on each rank. A rank reads only its own rows from the files, so the
+whole base is never in its memory. A head that is tied to the input embedding stays whole: models with tied embeddings
+are small.
 
-Trained as a whole (learner.mode: full) the shards are float32 and what is gathered has model.dtype; behind a layer's
-backward pass its gradient is summed over the ranks in float32, and each rank keeps its rows of it. So what takes 16
-bytes a weight for AdamW is divided, too.
+If the model is trained as a whole (learner.mode: full), the shards are float32, and gathered layers have model.dtype.
+After a layer's backward pass its gradient is summed over the ranks in float32, and each rank keeps its rows of it. So
+the 16 bytes per weight of AdamW are divided among the ranks, too.
 """
 
 from collections import defaultdict
@@ -33,27 +35,28 @@ from learner.model.masters import own_rows
 from rollout.data.model_files import read_json
 from rollout.data.weight_names import check_fit
 
-SHOWN = 3  # names in a message
+SHOWN = 3  # number of weights that a message names
 
 
 def sharded_base(
     model: ModelConfig, config: Any, device: torch.device, *, trained: bool, key: str, **options: Any
 ) -> Any:
-    """The causal language model of a transformers config, in model.dtype, over all ranks of the process group.
+    """Returns the causal language model of a transformers config in model.dtype, sharded over the process group.
 
-    trained: as a whole; else it is frozen. key: the setting that names it. options: of `from_config`.
+    trained: whether the model is trained as a whole; else it is frozen. key: the setting that names the model, for
+    messages. options: arguments of `from_config`.
 
     Raises:
-        ValueError: the files hold a weight of the model under another name or in another shape, or it has no decoder
-            layers that transformers knows as such.
-        WrongInput: they cannot be read, or hold other tensors than the model has.
+        ValueError: the files hold a weight of the model under another name or in another shape, or transformers has no
+            decoder layers (GradientCheckpointingLayer) for the model.
+        WrongInput: the files cannot be read, or hold other tensors than the model has.
     """
     dtype: torch.dtype = getattr(torch, model.dtype)
-    with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint
+    with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
         lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=False, **options
         )
-    if told := read_json(model.source, "generation_config.json"):  # from_config does not, and each checkpoint has it
+    if told := read_json(model.source, "generation_config.json"):  # from_config does not read it; checkpoints need it
         lm.generation_config = GenerationConfig.from_dict(told)
     lm.tie_weights()
     files = tensor_files(model.source)
@@ -61,7 +64,8 @@ def sharded_base(
     _check_all_there(lm, files, model.path)
     mesh = init_device_mesh(device.type, (get_world_size(),))
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    # Let go behind each pass, the outermost too, which FSDP2 would keep: it would be old once other weights are loaded.
+    # Every group is freed after each pass. FSDP2 would by default keep the outermost group gathered, and it would then
+    # hold old values after other weights are loaded.
     _shard(
         lm, model.path, trained, mesh=mesh, reshard_after_forward=True,
         mp_policy=precision if trained else MixedPrecisionPolicy(),
@@ -76,16 +80,17 @@ def sharded_base(
 def _train(lm: Any) -> None:
     for module in lm.modules():
         if isinstance(module, FSDPModule):
-            # A batch's coefficients make its gradient a sum. Else it would be a mean, which gloo does not know.
+            # The gradient is a sum over ranks, since coefficients are those of the whole batch. FSDP2's default is a
+            # mean, which gloo does not have.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.unshard()  # FSDP2 lays its shards out at the first gathering, in other memory if they are uneven
+            module.unshard()  # FSDP2 moves uneven shards to other memory at the first gathering, so it is done now
             module.reshard()
 
 
 def missing_from(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str) -> str:
-    """What a user is told of weights that the files hold under another name, since they cannot be read in parts; ""
-    if there are none."""
+    """Returns the message about weights that the files do not hold under their names, so that they cannot be read in
+    parts; "" if there are none."""
     odd = sorted(wanted.keys() - found.keys())
     if not odd:
         return ""
@@ -101,7 +106,8 @@ def _check_all_there(lm: Any, files: Mapping[str, Path], path: str) -> None:
 
 
 def _shard(lm: Any, path: str, trained: bool, **how: Any) -> None:
-    """Groups that are gathered at once: each decoder layer, the input embedding, the output embedding, the rest."""
+    """Makes the groups that FSDP2 gathers at once: each decoder layer, the input embedding, the output embedding, and
+    the rest."""
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"memory.layout: sharded gathers decoder layers, and {path} has none; set memory.layout=auto")
@@ -113,13 +119,14 @@ def _shard(lm: Any, path: str, trained: bool, **how: Any) -> None:
         fully_shard(embedding, **how)
         fully_shard(head, **how)
         gather_in_operations(head)
-        # Whose backward pass does without its weight: a frozen head's has formed what it needs (learner.model.logprob).
+        # The backward pass of an embedding does not need its weight. Nor does that of a frozen head, since the forward
+        # pass has computed what it needs (learner.model.logprob).
         (embedding if trained else head).set_unshard_in_backward(False)
     fully_shard(lm.base_model, ignored_params={head.weight} if tied else None, **how)
 
 
 def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.device, *, wide: bool) -> None:
-    """Gives each parameter its content, file by file. wide: in float32, rounded to dtype as if it had that."""
+    """Gives each parameter its content, file by file. wide: parameters are float32, with values rounded to dtype."""
     names: dict[Path, list[str]] = defaultdict(list)
     parameters = dict(lm.named_parameters())
     for name in parameters:
@@ -135,7 +142,7 @@ def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.
 
 
 def _read(stored: Any, parameter: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """This rank's rows of a weight, or all of one that stays whole."""
+    """Returns this rank's rows of a weight, or all rows of a weight that is not sharded."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise ValueError(
             f"memory.layout: sharded: {name} has the shape {stored.get_shape()} in the files and "

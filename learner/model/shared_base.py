@@ -1,4 +1,6 @@
-"""The base model as the generator holds it: the learner maps its memory and has no copy (memory.layout: shared)."""
+"""A base model on the generator's weights: the learner maps the generator's memory and has no copy (memory.layout:
+shared).
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,16 @@ from rollout import shared_base
 from rollout.shared_base import digests_of_pieces
 from rollout.types import Manifest, Quantised
 
-# Layers in 4 bits on memory of a generator (memory.layout: shared, model.base: nf4): bitsandbytes' own Linear4bit, as
-# transformers would have made them, but for their scales, which the generator holds in float32 and not nested.
-#
-# What is multiplied out is the same to the bit: un-nested scales are what bitsandbytes makes of nested ones each time.
-# So the learner computes with the numbers that the generator serves, whatever type the files have. With a base of its
-# own it quantises what it has cast to model.dtype, and vLLM what is stored.
+# Layers in 4 bits on the generator's memory (model.base: nf4): bitsandbytes' Linear4bit, as transformers would make
+# them, except that the generator's scales are float32 and not nested. The dequantised weights are the same bit for bit,
+# since bitsandbytes makes un-nested scales of nested ones before each use. So the learner computes with the numbers
+# that the generator serves, whatever type the files have. With a base of its own the learner quantises what it has cast
+# to model.dtype, and vLLM quantises what is stored.
 
 
 def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesConfig) -> None:
-    """Puts a layer in 4 bits, still without weights, in the place of each linear layer whose weight is named."""
-    from bitsandbytes.nn.modules import Linear4bit  # here: slow to import, and few runs use it
+    """Replaces each linear layer whose weight is named by a 4-bit layer, still without weights."""
+    from bitsandbytes.nn.modules import Linear4bit  # imported here: it is slow, and few runs use it
 
     for name in names:
         path = name.removesuffix(".weight")
@@ -42,11 +43,11 @@ def replace_layers(lm: Any, names: Collection[str], quantization: BitsAndBytesCo
                 quant_type=quantization.bnb_4bit_quant_type,
             )
         lm.set_submodule(path, layer)
-    lm.is_loaded_in_4bit = True  # what PEFT goes by
+    lm.is_loaded_in_4bit = True  # PEFT reads this flag
 
 
 def weight_of(layer: Any, packed: Tensor, scales: Tensor, quantised: Quantised) -> Any:
-    """The weight of such a layer: [out * in / 2, 1] packed, with its scales [out * in / block]."""
+    """Returns the weight of a 4-bit layer from its packed numbers [out * in / 2, 1] and scales [out * in / block]."""
     from bitsandbytes.functional import QuantState, get_4bit_type
     from bitsandbytes.nn.modules import Params4bit
 
@@ -69,50 +70,52 @@ def weight_of(layer: Any, packed: Tensor, scales: Tensor, quantised: Quantised) 
     )
 
 
-SHOWN = 3  # names in a message
+SHOWN = 3  # number of weights that a message names
 
 
 class MappedBase:
-    """Views of a generator's parameters, in the place of the weights of a model here.
+    """A generator's parameters mapped into this process, and the model whose weights are views of them.
 
-    On a card the memory can be written from here, and on a CPU a write ends the process. Nothing here writes to a
-    frozen base; `check` would say so. While the generator is replaced the model has no weights (`detach`), so that two
-    bases never lie in memory at once.
+    On a GPU this process could write to the mapped memory; on a CPU a write ends the process. The learner does not
+    write to a frozen base, and `check` raises if something did. While the generator is replaced the model has no
+    weights (`detach`), so that two bases are never in memory at once.
 
     Args:
-        manifest: of the generator.
-        device: of the learner; the generator's.
+        manifest: what the generator says of its parameters, and where they lie.
+        device: the learner's device, which must be the generator's.
 
     Raises:
-        WrongInput: it cannot be mapped, or what is mapped is not what the generator loaded.
+        WrongInput: the memory cannot be mapped, or its content is not what the generator loaded.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._device = device
         self._manifest = manifest
         self._pieces = _mapped(manifest, device)
-        self._weights: dict[str, Any] = {}  # of the model, by the checkpoint's name
+        self._weights: dict[str, Any] = {}  # the model's weights by their names in the checkpoint
 
     @property
     def nbytes(self) -> int:
-        """Of all that is mapped; on a CPU the operating system counts them as memory of this process, too."""
+        """Bytes of all mapped memory; on a CPU the operating system counts them in this process's resident set."""
         types = [(piece, getattr(torch, piece.dtype)) for piece in self._manifest.pieces.values()]
         return sum(piece.elements * dtype.itemsize for piece, dtype in types)
 
     def model(
         self, config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None = None, **options: Any
     ) -> Any:
-        """The causal language model of a transformers config, on these weights. quantization: of a base in 4 bits;
-        options: of `from_config`.
+        """Returns the causal language model of a transformers config on the mapped weights.
+
+        quantization: bitsandbytes' configuration of a base in 4 bits; None: 16 or 32 bits. options: arguments of
+        `from_config`.
 
         Raises WrongInput with the names of weights that the generator does not hold as the checkpoint has them.
         """
-        with init_empty_weights(include_buffers=False):  # buffers are computed, and no part of a checkpoint
+        with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
             lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=dtype, trust_remote_code=False, **options
             )
         lm.tie_weights()
-        wanted: dict[str, Tensor] = dict(lm.named_parameters())  # one that is tied to another once
+        wanted: dict[str, Tensor] = dict(lm.named_parameters())  # tied weights count once
         self._check_all_there(lm, wanted, dtype, in_4_bits=quantization is not None)
         if quantization is not None:
             replace_layers(lm, wanted.keys() & self._manifest.quantised, quantization)
@@ -126,7 +129,7 @@ class MappedBase:
             setattr(module, leaf, weight)
             self._weights[name] = weight
         lm.tie_weights()
-        return lm.to(self._device)  # the buffers; the weights are there
+        return lm.to(self._device)  # moves the buffers; the weights are on the device already
 
     def _view(self, name: str) -> Tensor:
         view = self._manifest.views[name]
@@ -148,9 +151,9 @@ class MappedBase:
             raise WrongInput(refusal(wrong, len(wanted)))
 
     def detach(self) -> None:
-        """Takes the weights from the model and ends the mapping. Nothing happens without one.
+        """Takes the weights from the model and ends the mapping; does nothing if there is none.
 
-        Raises RuntimeError if something still holds a part of it.
+        Raises RuntimeError if something still holds a part of the mapped memory.
         """
         storages = {piece.untyped_storage()._cdata: piece.untyped_storage() for piece in self._pieces.values()}
         mapped = [StorageWeakRef(storage) for storage in storages.values()]  # type: ignore[no-untyped-call]
@@ -169,9 +172,9 @@ class MappedBase:
             )
 
     def attach(self, manifest: Manifest) -> None:
-        """Gives the model the weights of a fresh generator.
+        """Maps the weights of a fresh generator and gives them to the model.
 
-        Raises WrongInput if they are not those of the one before, bit for bit.
+        Raises WrongInput if they are not, bit for bit, those of the previous generator.
         """
         before = self._manifest
         if manifest.owner == before.owner:
@@ -190,7 +193,7 @@ class MappedBase:
                 weight.quant_state.absmax = self._pieces[manifest.quantised[name].scales]
 
     def check(self) -> None:
-        """Raises RuntimeError if the base is not what it was when the generator had loaded it."""
+        """Raises RuntimeError if the base has changed since the generator loaded it; reads all of the base."""
         if changed := _changed(self._pieces, self._manifest):
             raise RuntimeError(
                 f"memory.layout: something has written to the shared base: {len(changed)} of the generator's "
@@ -201,9 +204,10 @@ class MappedBase:
 def no_views(
     wanted: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], refused: Mapping[str, str]
 ) -> dict[str, str]:
-    """Which of a model's weights a generator does not hold as views, and why.
+    """Returns the weights of a model that cannot be views of the generator's parameters, each with the reason.
 
-    shapes: of the tensors that it holds so, by the checkpoint's name. refused: why others are no views.
+    wanted: the model's weights. shapes: shapes of the tensors that are views, by their names in the checkpoint.
+    refused: the reason for each other tensor of the checkpoint.
     """
     wrong = {name: refused.get(name, "the checkpoint has no such tensor") for name in wanted if name not in shapes}
     for name in wanted.keys() & shapes.keys():
@@ -213,7 +217,7 @@ def no_views(
 
 
 def refusal(wrong: Mapping[str, str], weights: int) -> str:
-    """What a user is told of such weights. weights: how many the model has."""
+    """Returns the message for the weights that `no_views` found. weights: the number of weights of the model."""
     told = "; ".join(f"{name}: {wrong[name]}" for name in sorted(wrong)[:SHOWN])
     return (
         "memory.layout: shared needs every weight of the model as a view of the generator's, and "
@@ -222,7 +226,7 @@ def refusal(wrong: Mapping[str, str], weights: int) -> str:
 
 
 def _mapped(manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
-    """Each piece, once its content is what the generator says."""
+    """Maps the generator's parameters, and checks their content against the manifest's digests."""
     here = shared_base.card_of(device) if device.type == "cuda" else machine.name()
     if here != manifest.device:
         raise WrongInput(

@@ -1,10 +1,10 @@
-"""Trials of a configuration on a model without weights (torch's meta device), each in a process of its own.
+"""Tries a configuration on a model without weights (torch's meta device), before a run starts. Each trial is a process
+of its own, which learner.driver.input_checks starts:
 
     python -m learner.model.trial model | shared_base
 
-The process reads a configuration as JSON on stdin and prints a list of sentences as its last line (see
-learner.driver.input_checks). `model` says what the constructor of the policy would refuse, and `shared_base` what of
-memory.layout: shared would not work.
+The process reads a configuration as JSON on stdin, and prints a list of sentences as its last line. `model` reports
+what the constructor of the policy would refuse; `shared_base` reports why memory.layout: shared would not work.
 """
 
 import json
@@ -33,14 +33,14 @@ from rollout.weights import linear_layers
 
 
 def wrong_with(config: RunConfig) -> list[str]:
-    """One sentence for each thing that is wrong."""
-    # The same layers as of a base in 4 bits, without the library that makes those.
+    """Returns a sentence for each fault of the configuration that the policy's constructor would refuse."""
+    # The model without quantisation has the same layers as a base in 4 bits, and needs no bitsandbytes.
     model = config.model.model_copy(update={"base": "none", "adapter": None, "reference": None})
     try:
         lm = load_base(model, torch.device("meta"), lora=config.learner.mode == "lora")
         head_of(lm, model.path)
         logits_of(lm.config.get_text_config())
-    except Exception as error:  # transformers', of a config.json that does not hold together
+    except Exception as error:  # transformers may raise any exception for an inconsistent config.json
         return [_sentence(error, "model.path: ")]
     found = _weights(lm, model.source)
     reference = config.model.reference if config.learner.mode == "full" else None
@@ -52,7 +52,7 @@ def wrong_with(config: RunConfig) -> list[str]:
         try:
             with torch.device("meta"):
                 attach(lm, model, config.learner.lora, config.seed)
-        except Exception as error:  # peft's
+        except Exception as error:  # peft may raise any exception
             found.append(_sentence(error, "learner.lora: "))
         for key, folder in (
             ("model.adapter", config.model.adapter),
@@ -67,17 +67,18 @@ def wrong_with(config: RunConfig) -> list[str]:
 
 
 def _weights(lm: Any, path: str, key: str = "model.path") -> list[str]:
-    """Which tensors of the files are not those of the model, as transformers would read them."""
+    """Returns messages about tensors of the files that transformers would not read into the model, and about missing
+    ones."""
     try:
         stored = model_weights(path, key)
         return [] if stored is None else transformers_misfits(path, key, stored, lm)
-    except WrongInput:  # said by learner.driver.input_checks
+    except WrongInput:  # learner.driver.input_checks reports it
         return []
 
 
 def _not_in_files(lm: Any, path: str) -> Iterator[str]:
-    """Weights that cannot be read in parts."""
-    from learner.model.sharded_base import missing_from  # here: slow to import, and few runs use it
+    """Yields a message if a sharded base could not read some weights from the files."""
+    from learner.model.sharded_base import missing_from  # imported here: it is slow, and few runs use it
 
     try:
         stored = model_weights(path)
@@ -88,16 +89,16 @@ def _not_in_files(lm: Any, path: str) -> Iterator[str]:
 
 
 def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
-    """What of an adapter does not fit the layers that its own adapter_config.json names."""
+    """Yields messages about weights of an adapter that do not fit the layers which its adapter_config.json names."""
     try:
         stored = adapter_weights(folder, key)
-    except WrongInput:  # said by learner.driver.input_checks
+    except WrongInput:  # learner.driver.input_checks reports it
         return
     try:
         base = load_base(model, torch.device("meta"), lora=True)
         with torch.device("meta"):
             wrapped = peft.get_peft_model(base, without_head(peft.LoraConfig.from_pretrained(folder)), POLICY)
-    except Exception as error:  # peft's
+    except Exception as error:  # peft may raise any exception
         yield _sentence(error, f"{key}: ")
         return
     wanted = {
@@ -111,30 +112,32 @@ def _adapter(model: ModelConfig, folder: str, key: str) -> Iterator[str]:
 
 
 def _sentence(error: Exception, key: str) -> str:
-    """An error in one line; those of this project begin with the key already."""
+    """Returns an error as one line that begins with the setting; gleaner's own messages begin with it already."""
     text = " ".join(str(error).split())[:500] or type(error).__name__
     known = text.startswith(("model.", "learner.", "rollout.", "memory.", "rewards:"))
     return text if known else f"{key}{text}; see docs/models.md for what can be trained"
 
 
 def wrong_with_mapping(config: RunConfig) -> list[str]:
-    """Whether the learner could map the generator's base (memory.layout: shared), from names and shapes alone: vLLM's
-    loading code and the learner's model, both without weights. What cannot be told so, since vLLM wants numbers or a
-    card for it, is left to the start of the run. One sentence, or none."""
+    """Returns a sentence if the learner could not map the generator's base (memory.layout: shared), else an empty list.
+
+    It compares names and shapes only, by running vLLM's loading code and making the learner's model without weights.
+    What cannot be found out so, since vLLM needs weights or a GPU for it, is checked when the run starts.
+    """
     from rollout.vllm.shared_base import views_of
 
     try:
         stored = model_weights(config.model.source)
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
-    except (ValueError, OSError):  # said by learner.driver.input_checks and wrong_with
+    except (ValueError, OSError):  # learner.driver.input_checks and wrong_with report it
         return []
-    if stored is None:  # not in this machine's cache
+    if stored is None:  # the model is not in this machine's cache
         return []
     try:
         views, refused = views_of(
             config.model.source, config.model.dtype, {name: own.shape for name, own in stored.items()}
         )
-    except Exception as error:  # whatever vLLM raises; that it could not be told is no reason to refuse
+    except Exception as error:  # vLLM may raise any exception; a trial that failed is no reason to refuse a run
         tell(f"memory.layout: shared was not tried before the start: {error!r}")
         return []
     if config.model.base == "nf4":
@@ -147,8 +150,9 @@ def wrong_with_mapping(config: RunConfig) -> list[str]:
 
 
 def not_by_rows(lm: Any, views: dict[str, View]) -> dict[str, str]:
-    """Matrices that 4 bits would be packed of, and whose rows do not lie one after the other. vLLM has another layout
-    for these bits, but fuses the same tensors in the same order."""
+    """Returns the matrices that would be packed in 4 bits and whose rows are not contiguous, each with the reason why
+    it cannot be mapped. vLLM's layout of 4-bit weights differs from `views`, but it fuses the same tensors in the same
+    order."""
     names = {f"{name}.weight" for name in linear_layers(lm)}
     return {
         name: f"its rows do not lie one after the other there (strides {list(view.strides)}), as packed ones must"
@@ -158,7 +162,7 @@ def not_by_rows(lm: Any, views: dict[str, View]) -> dict[str, str]:
 
 
 def tell(text: str) -> None:
-    """Tells the user what is no reason to refuse a run (learner.driver.input_checks reads stderr)."""
+    """Prints a note for the user that is no reason to refuse a run (learner.driver.input_checks reads stderr)."""
     print(NOTE + " ".join(text.split()), file=sys.stderr)
 
 

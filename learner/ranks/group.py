@@ -1,7 +1,8 @@
-"""The ranks' process group: torch.distributed, with gloo between processes and NCCL between cards.
+"""The process group of the learner's ranks: torch.distributed, with gloo between processes and NCCL between GPUs.
 
-Everything has a time-out of its own, since torch's is half an hour. A rank that dies closes its connections, so the
-others notice within a second; one that hangs is found by its pulse (learner.driver.failure), long before.
+All operations have a time-out of gleaner's, since torch's default is half an hour. A rank that dies closes its
+connections, so the others notice within a second. A rank that hangs is found by its pulse (learner.ranks.ranks.Regroup)
+long before the time-out.
 """
 
 import fcntl
@@ -32,16 +33,16 @@ from cluster.actor import Unusable
 from learner.ranks.ranks import PEER_LOST, Meeting
 from learner.trainer.optimizer import Peers
 
-# What ranks send each other, as bytes: JSON for plain values, and the contents of tensors behind it.
-#
-# Not torch's gathering of objects, which are pickled: a port has no password, and a pickle is a program.
+# Messages between ranks: JSON for plain values, followed by the contents of tensors. torch's gathering of objects is
+# not used, since it unpickles what it receives: a port has no password, and a pickle can run any code.
 
-TENSOR = "tensor"  # the key of what stands for one: its type, its shape, and where its content begins
-LENGTH = 8  # bytes that say how long the JSON is
+TENSOR = "tensor"  # the key of the object that stands for a tensor: its dtype, its shape, and where its content begins
+LENGTH = 8  # bytes that hold the length of the JSON
 
 
 def packed(value: Any) -> bytes:
-    """Of lists, tuples, dictionaries by name, numbers, text and tensors on any device."""
+    """Returns the message of a value: lists, tuples, dictionaries with names as keys, numbers, text, and tensors on any
+    device."""
     contents = bytearray()
 
     def plain(one: Any) -> Any:
@@ -57,7 +58,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(message: bytes) -> Any:
-    """The same, with lists for tuples, and tensors in main memory."""
+    """Returns the value of a message that `packed` made. Tuples come back as lists, tensors in main memory."""
     begins = LENGTH + int.from_bytes(message[:LENGTH], "little")
     contents = message[begins:]
 
@@ -74,14 +75,16 @@ def unpacked(message: bytes) -> Any:
 T = TypeVar("T")
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-MOST_SAID = 160  # characters of torch's own words
-NAME_BYTES, ADDRESS = 256, slice(20, 24)  # of the structure that it fills
+MOST_SAID = 160  # most characters of torch's message in an error
+NAME_BYTES, ADDRESS = 256, slice(20, 24)  # size of SIOCGIFADDR's argument, and the place of the address in its answer
 
 
 class Group(Peers):
-    """Of one rank; `join` comes before anything else.
+    """The process group as one rank sees it. `join` must be called before anything else, except `open` on rank 0.
 
-    device: that the sums are on. sharded: whether the base is divided among the ranks.
+    rank: number of this rank. count: number of ranks.
+    device: the device of the tensors that are summed.
+    sharded: whether the base is sharded over the ranks.
     """
 
     def __init__(self, rank: int, count: int, device: str, *, sharded: bool = False) -> None:
@@ -90,7 +93,7 @@ class Group(Peers):
         self._abandoned = False
 
     def open(self, host: str, start_s: float) -> int:
-        """A store that listens on this address alone (torch's own choice is all of them); its port."""
+        """Opens a store that listens on this address alone (torch would listen on all), and returns its port."""
         listening = socket.create_server((host, 0))
         port: int = listening.getsockname()[1]
         self._store = TCPStore(
@@ -100,14 +103,16 @@ class Group(Peers):
         return port
 
     def join(self, meeting: Meeting, address: str) -> None:
-        """Waits for all ranks. address: of this node, on which gloo listens.
+        """Waits for all ranks and forms the group. address: the address of this node on which gloo listens.
 
-        A sum by NCCL that fails or takes too long raises where it is waited for, as one by gloo does. By torch's
-        default it would end the process, from whose state a fresh rank could go on. The first one is made here, since
-        it is then that the cards connect, which `abandon` cannot end.
+        A sum by NCCL that fails or takes too long is made to raise where it is waited for, as a sum by gloo does. By
+        torch's default it would end the process, whose state a fresh rank may need. The first sum is made here, since
+        the GPUs connect during it, and `abandon` cannot end that.
         """
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
-        if not self.sharded:  # else no rank outlives another, and layers are gathered ahead of their use
+        # With a sharded base no rank outlives another, so such errors help nobody; and layers are gathered ahead of
+        # their use, which blocking waits would delay.
+        if not self.sharded:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         self._abandoned = False
         with self._or_lost():
@@ -122,20 +127,20 @@ class Group(Peers):
                 _summed(torch.zeros(1, device=self._device))
 
     def abandon(self) -> None:
-        """Ends what waits on a card for a rank that is gone, so that the thread that waits for the card goes on: NCCL
-        between cards of one node does not notice. What was to be exchanged is worth nothing, and whoever asked for it
-        hears that. gloo ends by itself."""
+        """Aborts NCCL operations that wait for a lost rank, so that the thread that waits for the GPU goes on: NCCL
+        between GPUs of one node does not notice the loss. The aborted calls raise. gloo's operations end by
+        themselves."""
         if self._device.type == "cuda" and is_initialized():
             self._abandoned = True
             _abort_process_group()
 
     def leave(self) -> None:
-        """Lets go of a group of which another rank is gone; nothing happens without one."""
+        """Destroys a group from which a rank was lost; does nothing if there is no group."""
         if is_initialized():
             destroy_process_group()
 
     def broadcast(self, own: bytes, source: int) -> bytes:
-        """What rank `source` gives."""
+        """Returns on every rank the bytes that rank `source` gives."""
         with self._or_lost():
             size = torch.tensor([len(own)])
             broadcast(size, source)
@@ -162,10 +167,11 @@ class Group(Peers):
 
     @contextmanager
     def _or_lost(self) -> Iterator[None]:
-        """What fails here fails for another rank's sake: this one is whole, and of no use without it."""
+        """Raises Unusable with PEER_LOST for an error in this block, which means that another rank is gone: this rank
+        is intact, but cannot go on alone."""
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # ValueError: what was abandoned is no group of torch's any more
+        except (RuntimeError, ValueError) as error:  # torch raises ValueError for a group that was abandoned
             if isinstance(error, RuntimeError) or self._abandoned:
                 raise peer_lost(error) from error
             raise
@@ -174,12 +180,12 @@ class Group(Peers):
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address. ValueError if none has."""
+    """Returns the name of the network interface that has this IPv4 address. Raises ValueError if none has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
                 found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode()))
-            except OSError:  # it has no IPv4 address
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(found[ADDRESS]) == address:
                 return name
@@ -187,11 +193,11 @@ def interface_of(address: str) -> str:
 
 
 def _summed(values: Tensor) -> None:
-    work = all_reduce(values, async_op=True)  # else torch waits for NCCL in C++, and raises nothing
+    work = all_reduce(values, async_op=True)  # a synchronous call would wait for NCCL in C++, and raise nothing
     assert work is not None
     work.wait()
 
 
 def peer_lost(error: Exception) -> Unusable:
-    """To be raised in the place of what torch said when another rank did not answer."""
+    """Returns the error to raise instead of torch's error when another rank did not answer."""
     return Unusable(f"{PEER_LOST} ({str(error).splitlines()[0][:MOST_SAID]})")

@@ -1,4 +1,6 @@
-"""One rank of the learner: a trainer that shares each step with its peers, with the whole base or a shard of it."""
+"""One rank of the learner: a trainer that shares each step with its peers. RankTrainer has the whole base, ShardedRank
+a shard of it. Both run in the rank's process; learner.ranks.ranks calls them from the driver.
+"""
 
 import asyncio
 import hashlib
@@ -25,21 +27,20 @@ from learner.trainer.trainer import Trainer
 from rollout.delivery import Answer
 from rollout.types import PolicyId, SentPolicy
 
-# What a rank keeps so that a step can be taken again: all that it depends on, as it was when the step began.
-#
-# Ranks that are left after the loss of one may be anywhere in the step, one before its update and another behind it.
-# With this they all go back to where they were equal, and give it to the process that takes the place of the lost one.
-
 
 class Before(NamedTuple):
-    """number: of the step, as the driver counts. state: of tensors in main memory and plain values."""
+    """All that a step depends on, as it was when the step began. A rank keeps it so that the step can be undone.
 
-    number: int
-    state: dict[str, Any]
+    When a rank is lost, the others may be before or after their update. With this state all ranks go back to where they
+    were equal, and the process that replaces the lost rank gets it.
+    """
+
+    number: int  # number of the step, as the driver counts
+    state: dict[str, Any]  # tensors in main memory, and plain values
 
 
 def copied(value: Any) -> Any:
-    """The same with copies of its tensors, in main memory."""
+    """Returns the value with copies of its tensors in main memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -50,26 +51,23 @@ def copied(value: Any) -> Any:
 
 
 def as_bytes(state: dict[str, Any]) -> bytes:
-    """Of tensors and plain values."""
+    """Serialises a state of tensors and plain values."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def from_bytes(sent: bytes) -> dict[str, Any]:
-    """What as_bytes made. No pickle of other things is read: a port has no password."""
+    """Reads what as_bytes made. Pickles of other objects are refused, since a port has no password."""
     state: dict[str, Any] = torch.load(io.BytesIO(sent), weights_only=True)
     return state
 
 
-# One rank of the learner: a trainer that shares each step with its peers.
-
-
 class Alike(NamedTuple):
-    """What must be the same on every rank, or their results would differ: in words, and in the setting to look at."""
+    """A property that must be the same on every rank, since their results would differ otherwise."""
 
-    name: str
-    look_at: str
+    name: str  # in words
+    look_at: str  # what to do if it differs
 
 
 MUST_BE = (
@@ -81,7 +79,10 @@ MUST_BE = (
 
 
 class RankTrainer(Trainer, RankService):
-    """group: as this rank sees it. The others: see Trainer."""
+    """A trainer that is one rank of the learner, with the whole base.
+
+    group: the process group as this rank sees it; for other arguments see Trainer.
+    """
 
     def __init__(self, *args: Any, group: Group, **options: Any) -> None:
         self.rank, self._group = group.rank, group
@@ -99,7 +100,7 @@ class RankTrainer(Trainer, RankService):
         return await self._thread.compute(lambda: self._numbered(groups, number))
 
     async def rejoin(self, meeting: Meeting, address: str, back: Return) -> None:
-        await asyncio.to_thread(self._group.abandon)  # not in the step's thread, which may wait for the lost one
+        await asyncio.to_thread(self._group.abandon)  # not in the work thread, which may wait for the lost rank
         await self._thread.run(self._group.leave)
         await self._thread.run(lambda: self._group.join(meeting, address))
         await self._thread.run(lambda: self._go_back(back))
@@ -114,7 +115,7 @@ class RankTrainer(Trainer, RankService):
         return {"weights": weights_of(self._policy), "state": state, "tokens": self._budget.tokens}
 
     def _go_back(self, back: Return) -> None:
-        """The source's state is everybody's: a rank that had finished the step goes back with the others."""
+        """Takes the state of the source; a rank that had finished the step goes back, too."""
         began = self._before is not None and self._before.number == back.undo
         own = self._before.state if began and self._before is not None else self._whole()
         sent = self._group.broadcast(as_bytes(own) if self.rank == back.source else b"", back.source)
@@ -124,27 +125,29 @@ class RankTrainer(Trainer, RankService):
         self._budget.tokens, self._before = whole["tokens"], None
 
     async def _compare(self, first: int) -> None:
-        """Raises ValueError if a rank is not like that one; all take its library of products."""
+        """Raises ValueError if a rank computes otherwise than rank `first`, or has other weights. All ranks then use
+        the library of float32 products that rank `first` uses."""
         arithmetic = await self.arithmetic()
         mine = [str(arithmetic.torch), arithmetic.device, arithmetic.threads, await self._thread.run(self._digest)]
         everyone = await self._thread.run(lambda: self._group.gather(mine))
         for rank, theirs in enumerate(everyone):
             check_alike(rank, everyone[first], theirs, first)
         library = (await self._thread.run(lambda: self._group.gather(arithmetic.products)))[first]
-        if arithmetic.products != library:  # found by a trial, which may end either way
+        if arithmetic.products != library:  # each rank chose by a trial, which may end either way
             use_library(library)
 
     def _digest(self) -> str:
         found = hashlib.sha256()
         for name, weight in self._policy.masters.items():
             found.update(name.encode())
-            if name not in self._policy.trained.divided:  # else each rank has other rows
+            if name not in self._policy.trained.divided:  # the ranks have different rows of a sharded weight
                 found.update(weight.detach().cpu().numpy().tobytes())
         return found.hexdigest()
 
 
 def check_alike(rank: int, wants: Sequence[Any], theirs: Sequence[Any], first: int = 0) -> None:
-    """Raises ValueError if what a rank computes with is not what rank `first` does, which is `wants`."""
+    """Raises ValueError if the properties `theirs` of a rank differ from `wants`, those of rank `first`; both are in
+    the order of MUST_BE."""
     for must, wanted, found in zip(MUST_BE, wants, theirs, strict=True):
         if found != wanted:
             raise ValueError(
@@ -157,15 +160,15 @@ def _short(value: Any) -> str:
     return str(value)[:40]
 
 
-# A rank of a learner whose base is in shards (learner.model.sharded_base).
-
-GLOO = "gloo"  # in the words of its errors, which are RuntimeErrors as any other
+GLOO = "gloo"  # a word in the messages of gloo's errors, which are plain RuntimeErrors
 
 
 class ShardedRank(RankTrainer):
-    """It is built once the ranks have met, since its passes need all of them from the first on; only `open` and `join`
-    may be called before. Nor does it outlive another rank, with which a part of the base is gone, so it keeps nothing
-    to go back to."""
+    """A rank of a learner whose base is sharded (learner.model.sharded_base).
+
+    Its trainer is built in `join`, since already the first pass needs all ranks; only `open` and `join` may be called
+    before. With a lost rank a part of the base is lost, so this rank keeps no state to go back to.
+    """
 
     def __init__(self, *args: Any, group: Group, **options: Any) -> None:
         self.rank, self._group = group.rank, group
@@ -182,7 +185,7 @@ class ShardedRank(RankTrainer):
             return await self.step(groups)
 
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
-        """Only rank 0's goes to the generators; the others gather what is in shards with it."""
+        """Returns the policy on rank 0 alone; the other ranks take part in gathering its sharded weights."""
         with _or_lost():
             if self.rank > 0 and self._policy.trained.divided:
                 await self._thread.run(self._gather_all)
@@ -221,7 +224,7 @@ class ShardedRank(RankTrainer):
 
 @contextmanager
 def _or_lost() -> Iterator[None]:
-    """Where a pass fails because another rank did not gather with this one, that is said."""
+    """Raises Unusable with PEER_LOST if the pass in this block failed since another rank did not take part in it."""
     try:
         yield
     except Unusable:

@@ -1,4 +1,6 @@
-"""The ranks of the learner, seen as one actor by the loop."""
+"""The ranks of the learner as one actor: Ranks is what the driver's loop calls. This module sends each call to the
+right ranks, joins their answers, and replaces a lost rank (Regroup). It imports no torch, since the driver imports it.
+"""
 
 import asyncio
 import logging
@@ -14,62 +16,60 @@ from cluster.actor import Actor, ActorDied, DeadlineExceeded, Method, P, Revivab
 from cluster.config import Deadlines
 from learner.trainer.service import TrainerService
 
-# What may be asked of a rank beside what any learner is asked. Imports no torch, as the driver reads it.
-
-PEER_LOST = "another rank is gone"  # how a rank says that it is whole itself
+PEER_LOST = "another rank is gone"  # in the error of a rank that is intact and failed only because of a lost rank
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other. host, port: of rank 0's store. start_s, step_s: seconds that one may wait for the
-    others, at the beginning and later."""
+    """Where the ranks form a process group, and how long they wait."""
 
-    host: str
-    port: int
-    start_s: float
-    step_s: float
+    host: str  # address of rank 0's store
+    port: int  # port of rank 0's store
+    start_s: float  # seconds that a rank waits for the others while the group forms
+    step_s: float  # seconds that a rank waits for the others later
 
 
 class Return(NamedTuple):
-    """To what ranks go back after the loss of one, or of several.
+    """The state from which all ranks go on after ranks were lost."""
 
-    source: a rank that was not lost, whose state the fresh ones get. undo: number of the step that was under way; None
-    if none was.
-    """
-
-    source: int
-    undo: int | None
+    source: int  # a rank that was not lost, whose state the fresh processes get
+    undo: int | None  # number of the step that was under way, which is undone; None if there was none
 
 
 class RankService(TrainerService, Protocol):
-    """learner.ranks.rank.RankTrainer. Calls that step, score or rehearse must reach all ranks in one order."""
+    """What a rank's process offers; learner.ranks.rank.RankTrainer implements it. Calls of `numbered_step`, `score` and
+    `rehearse` must reach all ranks in the same order."""
 
     async def numbered_step(self, groups: list[pa.Table], number: int) -> dict[str, float]:
-        """As `step`. Until the next one, the state before it is kept in main memory, to go back to."""
+        """Does what `step` does. The state before the step is kept in main memory until the next step, so that the step
+        can be undone."""
 
     async def rejoin(self, meeting: Meeting, address: str, back: Return) -> None:
-        """Meets the other ranks once more, after some were lost, and takes the state of the source as it was before the
-        step that was under way. Raises as `join`."""
+        """Forms a process group again after ranks were lost, and takes the state that the source had before the step
+        that was under way. Raises what `join` raises."""
 
     async def open(self, host: str, start_s: float) -> int:
-        """Of rank 0: the port of a fresh store on this address of its node, which others connect to."""
+        """Opens a new store, to which the other ranks connect, on an address of this node; only for rank 0. Returns its
+        port."""
 
     async def join(self, meeting: Meeting, address: str) -> None:
-        """Meets the other ranks, and sees that all compute alike. address: of this process's node.
+        """Forms the process group with the other ranks, and checks that all compute alike.
+
+        address: address of this process's node.
 
         Raises:
             ValueError: a rank has another torch, processor, number of threads or other weights.
-            Unusable: the others did not come in time.
+            Unusable: the other ranks did not come in time.
         """
 
 
-# One call of several ranks, and whose failure is told.
+# Calls to several ranks at once.
 
-GRACE_S = 3.0  # for the rank that was lost to be named, once another has missed it
+GRACE_S = 3.0  # seconds to wait for the error of the lost rank itself, once another rank has missed it
 
 
 async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Their answers, in order; or what the first that fails raises, unless that was for another's sake, which then has
-    some seconds to say why."""
+    """Awaits calls to several ranks and returns their answers in order, or raises the first error. If that error only
+    says that another rank is gone, the lost rank's error is waited for some seconds, and raised instead."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -93,26 +93,28 @@ def _missed_another(error: BaseException) -> bool:
     return isinstance(error, ActorDied) and PEER_LOST in (error.reason or "")
 
 
-# Which ranks are asked what, and how their answers become one.
-
-LARGEST = ("time/train", "memory/learner_peak")  # metrics of a process; the others are of all micro-batches
+# Metrics of a process, of which the largest over all ranks counts. Every rank has the same value of other metrics.
+LARGEST = ("time/train", "memory/learner_peak")
 
 
 class Asked:
-    """sharded: the base is divided among the ranks, so that all are asked for any pass through it."""
+    """Sends a call to all ranks or to rank 0, as its method requires, and joins the answers.
+
+    sharded: whether the base is sharded, so that all ranks must be in any pass through it.
+    """
 
     def __init__(self, ranks: Sequence[Actor[RankService]], *, sharded: bool) -> None:
         self._ranks, self._joins = list(ranks), JOINED | (PASSES if sharded else {})
         self._passing = asyncio.Lock()
 
     async def __call__(self, method: Callable[..., Any], deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
-        """The answer of all that are asked, or of rank 0."""
+        """Returns the joined answer of all ranks, or the answer of rank 0."""
         name = method.__name__
         join = self._joins.get(name)
         if join is None:
             return await self._ranks[0].call(method, deadline_s, *args, **kwargs)
         sent = [Shared(arg) if isinstance(arg, list) else arg for arg in args]
-        async with self._passing if name in PASSES else nullcontext():  # they reach all ranks in one order
+        async with self._passing if name in PASSES else nullcontext():  # so that calls reach all ranks in one order
             return join(await all_of([rank.call(method, deadline_s, *sent, **kwargs) for rank in self._ranks]))
 
 
@@ -130,12 +132,13 @@ def _metrics(answers: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _mismatch(answers: list[pa.Array]) -> pa.Array:
-    """Each row is known to the rank that trained on it. One that has come since the step knows none."""
+    """Joins the rows: each is known only to the rank that trained on it. A rank that has been replaced since the step
+    has no rows."""
     most = max(map(len, answers))
     return pc.coalesce(*(answer for answer in answers if len(answer) == most))
 
 
-# What gathers the base, for which the ranks wait for each other where it is divided among them.
+# Methods that need the whole base: if it is sharded, all ranks must run them together.
 PASSES: dict[str, Callable[[list[Any]], Any]] = {
     "numbered_step": _metrics,
     "rehearse": _metrics,
@@ -144,8 +147,8 @@ PASSES: dict[str, Callable[[list[Any]], Any]] = {
     "outgoing": _first,
     "save": _union,
 }
-# What all ranks are asked in any case. A step gets on as long as any rank does: the others may wait for it, so pulses
-# are added.
+# Methods that are called on all ranks in any case. Pulses are added, since a step makes progress as long as any rank
+# does: the others may be waiting for it.
 JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "numbered_step": _metrics,
     "rehearse": _metrics,
@@ -158,27 +161,27 @@ JOINED: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-# A rank that is lost is replaced: the others meet its successor, and all are again where the step began.
+# Replacement of a lost rank: the other ranks form a group with its successor, and all go back to where the step began.
 
 log = logging.getLogger("learner")
 
-LOOK_S = 10.0  # for a rank to say that it is there; its event loop answers while it computes
-IN_A_ROW = 3  # losses without a step between them; then the learner as a whole counts as lost
+LOOK_S = 10.0  # seconds that a rank has to answer that it is there; its event loop answers while it computes
+IN_A_ROW = 3  # losses without a finished step between them, after which the learner as a whole counts as lost
 
 
 class Rank(RevivableActor[RankService], Protocol):
-    """A rank's process, and its node's address."""
+    """A handle of a rank's process."""
 
     @property
     def address(self) -> str:
-        """On which it listens for the others."""
+        """Address of its node, on which it listens for the other ranks."""
 
     async def kill(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process, whatever it is doing."""
 
 
 async def meet(ranks: Sequence[Rank], deadlines: Deadlines, back: Return | None = None) -> None:
-    """All ranks find each other at rank 0. back: after a loss."""
+    """Makes all ranks form a process group at rank 0's store. back: the state to go back to, after a loss."""
     start_s, step_s = deadlines.start, deadlines.step
     port = await ranks[0].call(RankService.open, start_s, ranks[0].address, start_s)
     meeting = Meeting(ranks[0].address, port, start_s, step_s)
@@ -189,28 +192,32 @@ async def meet(ranks: Sequence[Rank], deadlines: Deadlines, back: Return | None 
 
 
 class Regroup:
-    """deadlines: a rank whose process does not answer for half a heartbeat hangs, and is killed. So it is replaced
-    before the learner as a whole counts as hung (learner.driver.failure). replaces: false where the base is in
-    shards, of which a lost rank takes its own along: then the learner as a whole is lost."""
+    """Finds ranks that hang, and replaces lost ranks by fresh processes.
+
+    deadlines: a rank whose process does not answer for half a heartbeat hangs, and is killed. So it is replaced before
+        the learner as a whole counts as hung (learner.driver.failure).
+    replaces: whether a lost rank is replaced. It is not if the base is sharded: the lost rank's shards are lost, so the
+        learner as a whole is.
+    """
 
     def __init__(self, ranks: Sequence[Rank], deadlines: Deadlines, *, replaces: bool = True) -> None:
         self._ranks, self._deadlines, self._replaces = list(ranks), deadlines, replaces
         self._in_a_row = 0
-        self._without_state: set[int] = set()  # fresh processes, until all have met
-        self._hung: DeadlineExceeded | None = None  # why a rank was killed that is not yet replaced
+        self._without_state: set[int] = set()  # fresh processes that have not got the state yet
+        self._hung: DeadlineExceeded | None = None  # why a rank was killed, until it is replaced
 
     @property
     def every_s(self) -> float:
-        """Between two looks for ranks that hang."""
+        """Seconds between two calls of `kill_hung`."""
         return self._deadlines.heartbeat / 8
 
     @property
     def hung_s(self) -> float:
-        """Within which a rank that hangs is killed."""
+        """Seconds within which a rank that hangs is killed."""
         return self._deadlines.heartbeat
 
     async def kill_hung(self) -> None:
-        """One look; whoever waits for the answer of a rank that is killed hears of its end."""
+        """Kills the ranks that do not answer now; calls to a killed rank fail with ActorDied."""
         await asyncio.gather(*map(self._kill_if_hung, self._ranks))
 
     async def _kill_if_hung(self, rank: Rank) -> None:
@@ -226,14 +233,17 @@ class Regroup:
             return
 
     def stepped(self) -> None:
-        """A step is done, so whatever was lost before it is made good."""
+        """Notes that a step has finished, so that earlier losses no longer count."""
         self._in_a_row = 0
 
     async def after(self, error: ActorDied | DeadlineExceeded, undo: int | None) -> None:
-        """All ranks are there again, those that were lost as fresh processes. undo: number of the step under way.
+        """Replaces the ranks that were lost, and returns when all ranks have formed a group again.
 
-        Raises the error itself, or that a rank hung, if nobody is left to take the state from, or after too many losses
-        in a row, or if none is replaced; ActorDied, DeadlineExceeded or RemoteError if another one is lost meanwhile.
+        error: the error of the call that failed. undo: number of the step that was under way; None if there was none.
+
+        Raises `error`, or the DeadlineExceeded of a rank that hung, if no rank is left to take the state from, after
+        too many losses in a row, or if lost ranks are not replaced. Raises ActorDied, DeadlineExceeded or RemoteError
+        if another rank is lost meanwhile.
         """
         if not self._replaces:
             raise self._hung or error
@@ -267,20 +277,21 @@ async def _is_there(rank: Rank) -> bool:
 
 
 class Ranks:
-    """An Actor. What changes the learner's state reaches every rank; what only reads it is asked of rank 0.
+    """The learner's ranks as one Actor. Calls that change the learner's state are sent to every rank; calls that only
+    read it are sent to rank 0.
 
-    A rank that is lost is replaced, and what was asked of it is asked again: the step that was
-    under way, from where it began, to the same bits.
+    A lost rank is replaced, and its calls are sent again. A step that was under way starts again from the state in
+    which it began, and gives the same bits.
 
-    sharded: the base is divided among them (learner.ranks.rank), so that all are asked for any pass.
+    sharded: whether the base is sharded over the ranks (learner.ranks.rank), so that all must be in any pass.
     """
 
     def __init__(self, ranks: Sequence[Actor[RankService]], regroup: Regroup, *, sharded: bool = False) -> None:
         self.name = "learner"
         self._asked, self._regroup = Asked(ranks, sharded=sharded), regroup
-        self._mending, self._looking, self._mended = asyncio.Lock(), asyncio.Lock(), 0  # how often
+        self._mending, self._looking, self._mended = asyncio.Lock(), asyncio.Lock(), 0  # _mended: number of repairs
         self._steps, self._under_way = 0, False
-        self._beside: set[asyncio.Future[None]] = set()  # calls beside a step, which were made before it
+        self._beside: set[asyncio.Future[None]] = set()  # calls, other than steps, that are not answered yet
 
     async def call(
         self,
@@ -290,7 +301,8 @@ class Ranks:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """As Actor.call. Of several ranks that fail, the error is that of one that did not fail for another's sake."""
+        """Does what Actor.call does. If several ranks fail, it raises the error of one that did not fail only because
+        another was lost."""
         one = cast(Callable[..., Any], method)  # RankService has all methods of TrainerService
         step: Callable[..., Any] = self._step
         answer: T
@@ -305,7 +317,7 @@ class Ranks:
         return answer
 
     async def _pulse(self, deadline_s: float) -> Any:
-        """While a rank is replaced, which has deadlines of its own, seconds that grow."""
+        """Returns the sum of the ranks' pulses; while a rank is replaced, which has its own deadlines, a clock."""
         return time.monotonic() if self._mending.locked() else await self._asked(TrainerService.pulse, deadline_s)
 
     async def _step(self, deadline_s: float, groups: list[pa.Table]) -> dict[str, float]:
@@ -313,7 +325,7 @@ class Ranks:
         shared: Any = Shared(groups)
 
         async def once() -> dict[str, float]:
-            if self._beside:  # asked before the step, so of the policy before it, also when asked again
+            if self._beside:  # calls made before the step are about the policy before it, also when they are sent again
                 await asyncio.wait(self._beside)
             metrics: dict[str, float] = await self._asked(RankService.numbered_step, deadline_s, shared, self._steps)
             return metrics
@@ -327,21 +339,21 @@ class Ranks:
         return metrics
 
     async def _again(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The answer, however often ranks are lost meanwhile, as long as each loss can be made good."""
+        """Returns the answer of `ask`, which is called again after each loss of ranks that could be repaired."""
         while True:
             mended, watch = self._mended, asyncio.create_task(self._watch())
             try:
                 return await ask()
             except ActorDied as error:
                 async with self._mending:
-                    if mended == self._mended:  # else another call has seen to it
+                    if mended == self._mended:  # otherwise another call has repaired the loss
                         await self._mend(error)
                         self._mended += 1
             finally:
                 watch.cancel()
 
     async def _mend(self, error: ActorDied | DeadlineExceeded) -> None:
-        """Another rank, or the fresh one, may be lost meanwhile: a further loss, which is made good likewise."""
+        """Replaces lost ranks. If another rank, or the fresh one, is lost meanwhile, it is replaced, too."""
         while True:
             try:
                 return await self._regroup.after(error, self._steps if self._under_way else None)
@@ -351,7 +363,8 @@ class Ranks:
                 error = another
 
     async def _watch(self) -> None:
-        """Looks for ranks that hang, for one call at a time, and not while a process starts."""
+        """Kills ranks that hang, until it is cancelled. Only one call watches at a time, and none while a process
+        starts."""
         while True:
             await asyncio.sleep(self._regroup.every_s)
             if not self._mending.locked() and not self._looking.locked():

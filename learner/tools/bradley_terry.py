@@ -1,5 +1,6 @@
-"""Learns a reward model from preference pairs: an adapter with a scalar head s on a frozen base, under the model of
-Bradley and Terry (1952) as RLHF uses it (Ouyang et al. 2203.02155, equation 1, with K = 2):
+"""Carries out gleaner reward-model train: it trains a reward model on preference pairs. The model is an adapter with a
+scalar head s on a frozen base, trained by the loss of Bradley and Terry (1952) as RLHF uses it (Ouyang et al.
+2203.02155, equation 1, with K = 2):
 
     loss = -log sigmoid(s(prompt, chosen) - s(prompt, rejected)), the mean over pairs.
 """
@@ -34,10 +35,10 @@ from rollout.data.files import Names, Row
 from rollout.data.observation import MARKER, USER
 from rollout.data.weight_names import check_model
 
-# Preference pairs for a reward model: rows of prompt, chosen and rejected, in TRL's preference format, as token ids.
+# Reading preference pairs: rows of prompt, chosen and rejected in TRL's preference format.
 #
-# Both answers are written as a run would have them: the prompt as the policy is given it, then the answer's text and
-# the token that ends a turn, so that what is learned here is what is scored there.
+# Both answers become token ids as a run would have them: the prompt as the policy gets it, then the answer's text and
+# the token that ends a turn. So the reward model learns from sequences of the kind that it scores in a run.
 
 Message = dict[str, str]
 PAIRS, EVAL = Names("pairs", "--split", others=""), Names("--eval", "--eval-split", others="")
@@ -45,11 +46,11 @@ PAIRS, EVAL = Names("pairs", "--split", others=""), Names("--eval", "--eval-spli
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Token ids: [P] of the prompt, [T] of each answer, the end token included."""
+    """A preference pair as token ids."""
 
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
+    prompt: tuple[int, ...]  # [P]
+    chosen: tuple[int, ...]  # [T], with the end token
+    rejected: tuple[int, ...]  # [T], with the end token
 
     @property
     def longest(self) -> int:
@@ -58,12 +59,13 @@ class Pair:
 
 
 def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = PAIRS) -> list[Pair]:
-    """Of a file, a folder or a hub data set, whose split is train unless `split` says another.
+    """Reads the pairs of a file, a folder or a hub data set. split: the split of the data set; None: train.
 
-    A prompt may be a text or messages, the answers texts or messages that follow it, or whole conversations; without a
-    prompt these begin alike. The two answers may be equal. Rows without one of them are left out, which is said.
+    A prompt may be a text or messages; the answers may be texts, messages that follow the prompt, or whole
+    conversations, which must begin alike if there is no prompt. The two answers may be equal. Rows without one of them
+    are left out, and a line is printed about them.
 
-    Raises WrongInput, and what rollout.data.sources raises (WrongInput), which calls its arguments `names`.
+    Raises WrongInput. names: what messages of rollout.data.sources call the arguments.
     """
     end, pairs = _end(chat), []
     wrong, empty = list[str](), list[str]()
@@ -89,7 +91,7 @@ def read_pairs(path: str, chat: Chat, split: str | None = None, names: Names = P
 
 
 def _end(chat: Chat) -> str:
-    """What the model writes at the end of its turn, as text."""
+    """Returns the text with which the model ends its turn."""
     if not chat.has_template:
         return str(chat.tokenizer.eos_token or "")
     turn = [USER, {"role": "assistant", "content": MARKER}]
@@ -135,7 +137,8 @@ def _pair(row: Row, chat: Chat, end: str, where: str) -> Pair:
 
 
 def _answer(row: Row, name: str, prompt: Sequence[Message], where: str) -> list[Message]:
-    """What follows the prompt, which a whole conversation begins with: that would otherwise be read twice."""
+    """Returns the messages after the prompt. The prompt at the beginning of a whole conversation is dropped, since it
+    would be there twice."""
     answer = _messages(row[name], "assistant", f"{name} of {where}")
     if prompt and len(answer) > len(prompt) and answer[: len(prompt)] == list(prompt):
         answer = answer[len(prompt) :]
@@ -153,7 +156,7 @@ def _encoded(chat: Chat, text: str) -> tuple[int, ...]:
 
 
 def _messages(value: Any, role: str, where: str) -> list[Message]:
-    """A text as one message of `role`."""
+    """Returns messages; a text becomes a message of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not all(_is_message(one) for one in value):
@@ -172,17 +175,21 @@ ROLE = "reward"
 
 
 class Judged(NamedTuple):
-    """Of pairs: the share whose chosen answer has the higher score, the mean difference, and the mean loss."""
+    """How the reward model orders some pairs."""
 
-    accuracy: float
-    margin: float
-    loss: float
+    accuracy: float  # share of pairs whose chosen answer has the higher score
+    margin: float  # mean difference of the scores
+    loss: float  # mean loss
 
 
 class PairLearner:
-    """policy: with the role ROLE, which is trained; nothing else of it is. total_steps: for the schedule.
+    """Trains the reward model, an adapter of a policy, on pairs.
 
-    adapter: what is learned. step: updates so far.
+    policy: a policy with the trained role ROLE; nothing else of it is trained. total_steps: steps of the schedule.
+
+    Attributes:
+        adapter: the reward model.
+        step: number of updates so far.
     """
 
     def __init__(
@@ -196,9 +203,9 @@ class PairLearner:
         self.step = 0
 
     def learn(self, pairs: Sequence[Pair]) -> Judged:
-        """One update; what the model said of these pairs before it.
+        """Makes an update on some pairs, and returns how the model ordered them before it.
 
-        Raises WrongInput: one of them does not fit in memory. FloatingPointError: loss or gradient is not finite.
+        Raises WrongInput if a pair does not fit into memory, FloatingPointError if loss or gradient is not finite.
         """
         differences = self._over(pairs, partial(self._gradient, count=len(pairs)))
         judged = _judged(differences)
@@ -213,7 +220,7 @@ class PairLearner:
         return judged
 
     def judge(self, pairs: Sequence[Pair]) -> Judged:
-        """What the model says now, without learning."""
+        """Returns how the model orders some pairs, without an update."""
         with torch.no_grad():
             return _judged(self._over(pairs, self._differences))
 
@@ -228,9 +235,10 @@ class PairLearner:
             ) from None
 
     def _plan(self, pairs: Sequence[Pair], tokens: int) -> list[WholeBatch]:
-        """Micro-batches of whole pairs, the largest first; the chosen answer of each before the rejected one.
+        """Returns micro-batches of whole pairs, the largest first; the chosen answer is before the rejected one.
 
-        Padded on a CPU, where attention goes through a packed row segment by segment: here these are many and short.
+        They are padded on a CPU, where attention computes a packed row segment by segment: the segments would be many
+        and short.
         """
         pad, packed = self.adapter.pad, self._policy.packed and self._device.type == "cuda"
         chunks = _chunks(sorted(pairs, key=lambda pair: -pair.longest), tokens)
@@ -264,7 +272,7 @@ class PairLearner:
 
 
 def _loss(difference: Tensor) -> Tensor:
-    """-log sigmoid of it."""
+    """Returns -log sigmoid of the difference of scores."""
     return -F.logsigmoid(difference)
 
 
@@ -274,7 +282,7 @@ def _judged(differences: Tensor) -> Judged:
 
 
 def _chunks(pairs: Sequence[Pair], tokens: int) -> Iterator[list[Pair]]:
-    """Neighbours, the longest first, of together at most so many tokens when padded, or one pair that has more."""
+    """Yields neighbouring pairs that have at most `tokens` tokens together when padded; a longer pair comes alone."""
     chunk: list[Pair] = []
     for pair in pairs:
         if chunk and 2 * chunk[0].longest * (len(chunk) + 1) > tokens:
@@ -299,14 +307,14 @@ def _rows(pairs: Sequence[Pair]) -> Rows:
     )
 
 
-# gleaner reward-model train: the pairs that are held out, the steps over the others, and what is said of both.
+# The command: some pairs are held out, and the model is trained on the others.
 
-LINES = 10  # of progress
-CHANCE = 0.5  # of ordering a pair right
+LINES = 10  # number of lines of progress
+CHANCE = 0.5  # accuracy of random scores
 
 
 def run(asked: RewardModelRequest) -> int:
-    """Exit code: 0; 2 if something given is wrong, or too much for the machine."""
+    """Carries out the command. Returns the exit code: 0; 2 for an input that is wrong, or too large for the machine."""
     machine.sleeping_threads()
     made = not asked.out.exists()
     model_files.settle([asked.model, asked.pairs, asked.held_out])
@@ -324,10 +332,10 @@ def run(asked: RewardModelRequest) -> int:
 
 
 def _data(asked: RewardModelRequest) -> tuple[list[Pair], list[Pair]]:
-    """(pairs to learn from, held-out pairs): of those that are short enough."""
+    """Returns (pairs to learn from, held-out pairs), without pairs that are too long."""
     if asked.out.exists() and (not asked.out.is_dir() or any(asked.out.iterdir())):
         raise WrongInput(f"--out: must be a new folder, {asked.out} is there already; give another")
-    try:  # now, and not when all is learned
+    try:  # the folder is made now, so that a failure is found before the training
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WrongInput(
@@ -341,7 +349,7 @@ def _data(asked: RewardModelRequest) -> tuple[list[Pair], list[Pair]]:
         return pairs, _usable(read_pairs(asked.held_out, chat, asked.eval_split, EVAL), asked.max_length)
     prompts = sorted({pair.prompt for pair in pairs})
     chosen = np.random.default_rng(asked.seed).permutation(len(prompts))[: len(prompts) // 10]
-    apart = {prompts[i] for i in chosen}  # whole prompts: pairs of one prompt are much alike
+    apart = {prompts[i] for i in chosen}  # all pairs of a prompt are held out together, since they are much alike
     train, held_out = ([p for p in pairs if (p.prompt in apart) == away] for away in (False, True))
     if not held_out:
         raise WrongInput(
@@ -352,7 +360,7 @@ def _data(asked: RewardModelRequest) -> tuple[list[Pair], list[Pair]]:
 
 
 def _usable(pairs: list[Pair], longest: int) -> list[Pair]:
-    """Those that prefer one answer to another and are short enough. What is left out is said."""
+    """Returns the pairs whose answers differ and are short enough, and prints how many others there are."""
     differ = [pair for pair in pairs if pair.chosen != pair.rejected]
     if len(differ) < len(pairs):
         print(f"{len(pairs) - len(differ)} of {len(pairs)} pairs have the same answer twice and are left out")

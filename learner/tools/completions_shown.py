@@ -1,4 +1,5 @@
-"""Completions are read out of a run's ledger here, chosen, and shown in a terminal."""
+"""Carries out gleaner rollouts show: it reads completions from a run's ledger, chooses some, and shows them in a
+terminal."""
 
 import json
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from learner.tools.rollouts import RolloutsRequest
 from rollout import ledger
 from rollout.schema import asked_of, parts_of, said_of, whole
 
-# Completions in a terminal. What a model wrote is shown, never obeyed: neither markup nor control characters are.
+# Output in a terminal. What a model wrote is shown as text: markup and control characters in it have no effect.
 
-NARROW = 44  # columns that a completion wants beside another
+NARROW = 44  # least columns of a completion beside another
 
 
 def show_completions(rows: Sequence[dict[str, Any]], source: str) -> None:
-    """Groups below one another; the completions of a group side by side as far as the terminal is wide."""
+    """Prints groups below one another, and the completions of a group side by side as far as the terminal is wide."""
     console = Console(highlight=False)
     for (group, problem), own in groupby(rows, key=lambda row: (row["group_id"], row["problem_id"])):
         several = list(own)
@@ -34,8 +35,8 @@ def show_completions(rows: Sequence[dict[str, Any]], source: str) -> None:
 
 
 def of_group(rows: Sequence[dict[str, Any]], width: int) -> Group:
-    """A prompt, and its completions side by side as far as `width` columns allow. rows: of rows_of, at least
-    one."""
+    """Returns a prompt, and its completions side by side as far as `width` columns allow. rows: the group's rows, at
+    least one, from rows_of."""
     asked: list[RenderableType] = [_message(message) for message in rows[0]["prompt"]]
     if rows[0]["answer"] is not None:
         asked.append(Text.assemble(("answer  ", "bold"), escaped(str(rows[0]["answer"]))))
@@ -77,14 +78,14 @@ def _message(message: dict[str, Any]) -> Text:
     calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
     role = escaped(str(message.get("role", "")))
     parts = ((f"{role}  ", "bold"), escaped(text), escaped(f" {calls}" if calls else ""))
-    return Text.assemble(*parts, overflow="fold")  # nothing of it is left out
+    return Text.assemble(*parts, overflow="fold")  # long lines are folded, so that no text is cut off
 
 
 COLUMNS = ("group_id", "problem_id", "sample", "completion", "reward", "reward_status", "finish_reason", "worker")
 
 
 def show(asked: RolloutsRequest) -> None:
-    """Prints those that were asked for. Raises WrongInput where there are none."""
+    """Prints the completions that were asked for. Raises WrongInput if there are none."""
     file = _file(asked)
     rows = chosen(rows_of(file), asked)
     if asked.as_json:
@@ -94,7 +95,7 @@ def show(asked: RolloutsRequest) -> None:
 
 
 def chosen(rows: Sequence[dict[str, Any]], asked: RolloutsRequest) -> list[dict[str, Any]]:
-    """Those that were asked for. Raises WrongInput where there are none."""
+    """Returns the rows that were asked for. Raises WrongInput if there are none."""
     if not rows:
         raise WrongInput("DIR: the step holds no completions; give another --step")
     if asked.best and asked.worst:
@@ -132,7 +133,7 @@ def _file(asked: RolloutsRequest) -> Path:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """The completions of a step file, in its order, as they are shown. Raises WrongInput."""
+    """Returns the completions of a step file, in its order, as they are shown. Raises WrongInput."""
     try:
         table = whole(ledger.read(file))
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -162,7 +163,7 @@ def _row(row: dict[str, Any], parts: dict[str, float | None]) -> dict[str, Any]:
         "parts": {name: number(value) for name, value in parts.items()},
         "tokens": len(row["completion_ids"])
         if row["loss_mask"] is None
-        else sum(row["loss_mask"]),  # that were sampled
+        else sum(row["loss_mask"]),  # the mask is true for sampled tokens
         "versions": [row["policy_version_min"], row["policy_version_max"]],
         "prompt": [{"role": "text", "content": asks}] if isinstance(asks, str) else asks,
         "answer": problem.columns.get("answer"),

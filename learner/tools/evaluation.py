@@ -1,4 +1,7 @@
-"""gleaner eval: a model or an adapter on data, by the generators and reward functions of a run."""
+"""gleaner eval: evaluates a model or an adapter on data, with the generators and reward functions of a run. It samples
+completions, computes greedy score, mean@K, pass@k and majority@K with intervals, and says what makes them doubtful.
+`evaluate` is the entry, also for Python.
+"""
 
 import asyncio
 import math
@@ -60,14 +63,13 @@ from rollout.types import Adapter, Sampling, Weights, group_seed
 from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker, WorkerSpec
 
-# What a completion answers, for the vote of majority@k.
-
 TAG = "answer"
 
 
 def answer_of(text: str) -> str:
-    """What stands in the last <answer>...</answer>, else in the last \\boxed{...}, else the last number, else the
-    whole text, stripped. Numbers that are equal are one answer."""
+    """Returns the answer of a completion for the vote of majority@K: the content of the last <answer>...</answer>, else
+    of the last \\boxed{...}, else the last number, else the whole text, stripped. Numbers that are equal give the same
+    answer."""
     said = tagged(text, TAG)
     said = _boxed(text) if said is None else said
     if said:
@@ -78,14 +80,14 @@ def answer_of(text: str) -> str:
 
 
 def _shortest(number: Decimal) -> str:
-    """Digits without zeros at the end, and 0 without a sign: one text for all that are equal. Of Decimal's own,
-    normalize rounds to 28 digits."""
-    text = f"{number:f}"  # no longer than what was said, or a thousand digits of an exponent
+    """Returns the same text for all equal numbers: without zeros at the end, and 0 without a sign. Decimal's normalize
+    is not used, since it rounds to 28 digits."""
+    text = f"{number:f}"  # no longer than the completion's text, or a thousand digits of an exponent
     return (text.rstrip("0").rstrip(".") if "." in text else text) if number else "0"
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, whose braces match."""
+    """Returns the content of the last \\boxed{...}, up to the matching brace; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -97,51 +99,51 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-# What an evaluation says, from one score per completion, or None where it has none. Numbers only.
+# Metrics of an evaluation, from a score of each completion (None: the completion has no score).
 #
 # Letters: P problems, K sampled completions of each.
 
-DRAWS = 2000  # of the bootstrap
-LEVEL = 95  # per cent of its means that lie inside an interval
+DRAWS = 2000  # resamples of the bootstrap
+LEVEL = 95  # confidence level of intervals, per cent
 Z = NormalDist().inv_cdf(0.5 + LEVEL / 200)
-FEW = 10  # problems below which percentiles of a bootstrap are too narrow
+FEW = 10  # number of problems below which percentiles of a bootstrap are too narrow
 WILSON, BOOTSTRAP, NONE = "wilson", "bootstrap", "none"
 
 
 class Estimate(NamedTuple):
-    """A mean over so many problems, and its interval of 95 % with the method that it was found by (`interval`): wilson
-    or bootstrap. none: there is no interval, and low and high are None."""
+    """A mean over problems, and its confidence interval of 95 %."""
 
     value: float
-    low: float | None
+    low: float | None  # None: there is no interval
     high: float | None
-    problems: int
-    method: str = BOOTSTRAP  # which earlier versions had alone
+    problems: int  # number of problems that the mean is over
+    method: str = BOOTSTRAP  # how the interval was found (`interval`); earlier versions had the bootstrap alone
 
     def between(self, mark: str) -> str:
-        """Both ends, for people."""
+        """Returns both ends as text with `mark` between them."""
         return "-" if self.low is None or self.high is None else f"{self.low:.3f}{mark}{self.high:.3f}"
 
 
 class Sampled(NamedTuple):
-    """The K completions of one problem: what each answers, and its score."""
+    """The K completions of one problem: the answer and the score of each."""
 
     answers: Sequence[str]
     scores: Sequence[float | None]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n completions, c of them correct, hold a correct one: 1 - C(n-c, k) / C(n, k), unbiased for the
-    chance of k fresh ones (Chen et al. 2021, 2107.03374, equation 1). Needs 1 <= k <= n and 0 <= c <= n."""
+    """Returns the probability that k of n completions, c of them correct, include a correct one: 1 - C(n-c, k) / C(n,
+    k). It is an unbiased estimate of the probability for k new completions (Chen et al. 2021, 2107.03374, equation 1).
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@k: must have 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def majority(sampled: Sampled) -> float | None:
-    """Score of the answer that most completions give: the mean over those that give it and have one; of several such
-    answers, the mean over these (self-consistency, Wang et al. 2022, 2203.11171, with ties drawn at random). None
-    where one of them has no score."""
+    """Returns the score of the answer that most completions give: the mean over the scored completions with that
+    answer. If several answers have the most votes, it is the mean over these answers, which is the expectation if ties
+    are drawn at random (self-consistency, Wang et al. 2022, 2203.11171). None if one of these answers has no score."""
     votes = Counter(sampled.answers)
     most = max(votes.values())
     winners = [answer for answer, count in votes.items() if count == most]
@@ -151,11 +153,12 @@ def majority(sampled: Sampled) -> float | None:
 
 
 def interval(values: Sequence[float], seed: int, *, share: bool = False) -> Estimate:
-    """Mean of [P] values, and its interval.
+    """Returns the mean of [P] values and its interval.
 
-    By Wilson where all are 0 or 1. Otherwise of the means of P values drawn from them with replacement (the bootstrap,
-    Efron 1979), which says nothing where all values are the same, and too little of a few problems: there a `share`,
-    whose values cannot leave 0..1, has Wilson's as well, and another mean has none where all are the same.
+    If all values are 0 or 1, it is Wilson's interval. Otherwise it is the bootstrap's (Efron 1979): percentiles of the
+    means of P values drawn with replacement. The bootstrap fails if all values are equal, and is too narrow for few
+    problems. In these cases a `share`, whose values are certain to be in 0..1, gets Wilson's interval; another mean
+    gets none if all values are equal.
     """
     given: npt.NDArray[np.float64] = np.asarray(values, np.float64)
     mean, count = float(given.mean()), len(given)
@@ -171,12 +174,12 @@ def interval(values: Sequence[float], seed: int, *, share: bool = False) -> Esti
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
-    """The interval of a share of which `count` trials have this mean (Wilson 1927, without the correction for
-    continuity). Of values between 0 and 1 it is the widest that their mean allows, since no other ones vary more than
-    those that are all 0 or 1."""
+    """Returns the interval of a share of which `count` trials have this mean (Wilson 1927, without the correction for
+    continuity). For values between 0 and 1 it is the widest that their mean allows, since values that are all 0 or 1
+    have the largest variance."""
     centre, scale = (mean + Z * Z / (2 * count)), 1 + Z * Z / count
     half = Z * sqrt(mean * (1 - mean) / count + (Z / (2 * count)) ** 2)
-    # At the ends exact, whatever the last bit of a root.
+    # The ends 0 and 1 are exact, whatever the rounding of the root.
     low, high = (centre - half) / scale, (centre + half) / scale
     return (0.0 if mean == 0 else low, 1.0 if mean == 1 else high)
 
@@ -184,15 +187,19 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 def summary(
     greedy: Sequence[float | None], sampled: Sequence[Sampled], threshold: float, seed: int
 ) -> dict[str, Estimate]:
-    """Metric -> estimate, over the problems with scores enough for it: mean@K needs one, pass@k needs k; without any
-    such problem there is none. `sampled`: [P], or nothing; a completion is correct for pass@k from `threshold` on."""
+    """Returns metric -> estimate. A metric is over the problems with enough scores: mean@K needs one, pass@k needs k. A
+    metric without such a problem is left out.
+
+    greedy: [P] score of the greedy completion. sampled: [P], or empty. threshold: score from which a completion is
+    correct for pass@k. seed: seed of the bootstrap.
+    """
     values = {"greedy": [score for score in greedy if score is not None]}
-    shares = set()  # metrics whose values lie between 0 and 1 for certain
+    shares = set()  # metrics whose values are certain to be between 0 and 1
     if sampled:
         count = len(sampled[0].scores)
         scored = [[score for score in one.scores if score is not None] for one in sampled]
         values[f"mean@{count}"] = [float(np.mean(own)) for own in scored if own]
-        least = np.float32(threshold)  # as scores are kept: 0.9 would be more than a score of 0.9
+        least = np.float32(threshold)  # scores are float32: a float64 0.9 would be greater than a score of 0.9
         correct = [(len(own), int((np.asarray(own, np.float32) >= least).sum())) for own in scored]
         for k in powers_to(count):
             values[f"pass@{k}"] = [pass_at_k(n, c, k) for n, c in correct if n >= k]
@@ -204,41 +211,42 @@ def summary(
 
 
 def powers_to(n: int) -> list[int]:
-    """1, 2, 4, ... below n, and n."""
+    """Returns the powers of two below n, and n."""
     return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
 
 
-# Generators alone, each with the one policy that is evaluated: the processes of a run without its learner.
+# Generation: a run's generators without its learner, each with the policy that is evaluated.
 
 
 class Asked(NamedTuple):
-    """All problems, sampled in one way. attempt: tells its groups from others of the same problems."""
+    """One way in which all problems are sampled."""
 
-    sampling: Callable[[int], Sampling]
-    attempt: int
+    sampling: Callable[[int], Sampling]  # index of a problem -> its sampling parameters
+    attempt: int  # distinguishes its groups from other groups of the same problems
 
 
 class EvaluatedWorker:
-    """A generator's process and the policy that it has in all its lives."""
+    """A generator's process with the policy that is evaluated. A process that replaces a lost one gets the policy,
+    too."""
 
     def __init__(self, actor: RevivableActor[RolloutService], policy: Adapter | Weights, deadlines: Deadlines) -> None:
         self._worker, self._policy = SupervisedWorker(actor, deadlines), policy
         self._worker.supply.rearm = self._deliver
 
     async def begin(self) -> None:
-        """Brings it the policy."""
-        await self._worker.attempt(self._deliver)  # a process that is lost in it gets the policy as it is revived
+        """Sends the policy to the process."""
+        await self._worker.attempt(self._deliver)  # if the process is lost meanwhile, its successor gets the policy
 
     async def requests(
         self, problems: Sequence[Problem], samplings: Sequence[Sampling], attempt: int, rounds: int,
         lost: Callable[[], None],
     ) -> pa.Table | None:  # fmt: skip
-        """As Producer.requests."""
+        """Does what Producer.requests does."""
         return await self._worker.attempt(partial(self._worker.rollouts, problems, samplings, attempt, rounds), lost)
 
     @property
     def away(self) -> bool:
-        """As SupervisedWorker.away, as the next."""
+        """See SupervisedWorker.away."""
         return self._worker.away
 
     async def present(self) -> None:
@@ -252,8 +260,8 @@ class EvaluatedWorker:
 
 
 def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
-    """The adapter of a folder in PEFT's format, of that base; without one the model's own weights. Raises WrongInput,
-    WrongInput."""
+    """Returns the policy to evaluate: the adapter of a folder in PEFT's format for that base, or without a folder the
+    model's own weights. Raises WrongInput if the adapter cannot be served."""
     if adapter is None:
         return Weights.unchanged(0)
     check_served(adapter, "--adapter", base)
@@ -269,9 +277,10 @@ async def groups(
     asked: Sequence[Asked],
     done: Callable[[int, int], None],
 ) -> list[list[pa.Table]]:
-    """For each way of sampling a group of every problem, in their order. Processes are started for it, and ended.
+    """Returns for each way of sampling a group of every problem, in their order. Generators are started for it, and
+    ended.
 
-    done: is told how many more completions there are, of how many in all.
+    done: called with the number of further completions, and the number of all completions.
     """
     cpus = sum(role.cpus for role in _generators(config))
     session = connect(config.cluster.address, cpus, len(policy.payload))
@@ -305,7 +314,7 @@ async def _generated(
 
 
 def _generators(config: RunConfig) -> list[Role]:
-    """All roles but those that learn."""
+    """Returns the roles of generators."""
     return generator_roles(config)
 
 
@@ -313,7 +322,7 @@ def _generators(config: RunConfig) -> list[Role]:
 async def _workers(
     session: Session, config: RunConfig, budgets: Budgets, policy: Adapter | Weights
 ) -> AsyncIterator[list[EvaluatedWorker]]:
-    """One for each generator, with the policy."""
+    """Starts the generators, and yields a worker for each, which has the policy."""
     generators, deadlines = _generators(config), config.cluster.deadlines
     await session.reserve(generators, deadlines.start)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
@@ -330,7 +339,7 @@ async def _workers(
 
 
 def _alone(spec: WorkerSpec, policy: Adapter | Weights) -> WorkerSpec:
-    """Of a generator that has no learner beside it and gets this policy alone."""
+    """Returns the specification of a generator that gets only this policy, and has no learner on its device."""
     rank, targets = 0, ()
     if isinstance(policy, Adapter):
         rank = policy.config.get("r", PEFT_RANK)
@@ -344,21 +353,26 @@ def _alone(spec: WorkerSpec, policy: Adapter | Weights) -> WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        adapter_digest: sha256 of the adapter's weights, as they were served; None without an adapter.
-        reward: name of the reward function that counts; None: the environment's own rewards.
-        data: the file, hub name or task that the problems are of. part: which of its problems they are, in words.
-        problems: that were asked. samples: completions of each, beside the greedy one.
+        model: the base model.
+        adapter: folder of the adapter; None without an adapter.
+        adapter_digest: sha256 of the adapter's weights as they were served; None without an adapter.
+        data: the file, hub name or task that the problems are from.
+        part: which of its problems were used, in words.
+        reward: name of the reward function whose scores count; None: the environment's rewards count.
+        problems: number of problems.
+        samples: number of completions of each problem besides the greedy one.
+        temperature: sampling temperature of the samples.
         metrics: greedy, and with samples mean@K, pass@k, majority@K: means over problems with an interval of 95 %
             (`interval`).
-        unscored: problems with a completion without a score, which counts nowhere: each metric says over how many
-            problems it is. failed: completions that a reward function failed on; where it is the one that counts,
-            they count as 0.
+        unscored: number of problems with a completion that has no score. It counts in no metric: each metric says over
+            how many problems it is.
+        failed: number of completions on which a reward function failed. If its scores count, they count as 0.
         truncated: share of completions that rollout.max_completion_length cut off.
-        notes: what makes the scores say little, in sentences: see `doubts`.
-        seconds: start and end of the processes included.
+        notes: sentences that say why the scores mean little (`doubts`).
+        seconds: duration, with start and end of the processes.
         rows: every completion, in rollout.schema; attempt 0 is greedy, 1 sampled.
     """
 
@@ -380,7 +394,7 @@ class Evaluated:
     rows: pa.Table = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: all but the rows."""
+        """Returns all fields except the rows as values for JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "rows"}
         return fields | {"metrics": {name: one._asdict() for name, one in self.metrics.items()}}
 
@@ -396,17 +410,18 @@ def evaluate(
     note: Callable[[str], None] = print,
     done: Callable[[int, int], None] = lambda more, total: None,
 ) -> Evaluated:
-    """Evaluates config.model.path, with an adapter on it where one is given. Not from inside an event loop.
+    """Evaluates config.model.path, perhaps with an adapter. It must not be called in an event loop.
 
     Args:
-        config: model, data, rewards, lengths, temperature and seed are read of it; nothing is written to its folder.
-        adapter: folder in PEFT's format.
-        held_out: the held-out problems of such a run; else all of data.path, in its order.
-        samples: completions of each problem beside the greedy one, at rollout.temperature.
-        limit: the first so many problems.
-        threshold: the score from which on a completion is correct for pass@k.
-        note: gets lines for the user.
-        done: is told how many more completions there are, of how many in all; first of 0, as generation begins.
+        config: model, data, rewards, lengths, temperature and seed are used; nothing is written to its run folder.
+        adapter: folder of an adapter in PEFT's format; None: the model is evaluated as it is.
+        held_out: whether the problems are those that a run of this configuration holds out; else they are all of
+            data.path, in its order.
+        samples: number of completions of each problem besides the greedy one, at rollout.temperature.
+        limit: most problems, from the first on; None: all.
+        threshold: score from which a completion is correct for pass@k.
+        note: called with each line for the user.
+        done: called with the number of further completions and the number of all; first with 0 when generation begins.
 
     Raises:
         WrongInput: something given is wrong; one line per mistake.
@@ -442,7 +457,7 @@ def evaluate(
 
 
 def _asked(config: RunConfig, held_out: bool) -> tuple[str, str]:
-    """Where the problems are from, and which of them they are."""
+    """Returns where the problems are from, and which part of the data they are, in words."""
     data, own = config.data, config.data.eval
     if not held_out:
         return data.path, f"split {data.split}" if data.split != "train" else "all problems"
@@ -452,14 +467,17 @@ def _asked(config: RunConfig, held_out: bool) -> tuple[str, str]:
 
 
 def truncated_share(rows: pa.Table) -> float:
-    """Of all completions, those that the length limit cut off."""
+    """Returns the share of completions that the length limit cut off."""
     ends: list[str] = whole(rows).column("finish_reason").to_pylist()
     return ends.count(CUT) / len(ends)
 
 
 def doubts(rows: pa.Table, name: str | None, threshold: float, longest: int) -> list[str]:
-    """What makes the scores of these completions say little, and what to do: nearly all were cut off, or none of them
-    has a score, or all have the same one, below `threshold`. longest: rollout.max_completion_length."""
+    """Returns sentences on why the scores of these completions mean little, and what to do: nearly all completions were
+    cut off, or none has a score, or all have the same score, below `threshold`.
+
+    name: name of the reward function that counts; None: the environment. longest: rollout.max_completion_length.
+    """
     ends, said = whole(rows), scores_of(whole(rows), name)
     scores = [_number(score) for score in said if score is not None]
     function = "the environment" if name is None else f"reward function {name}"
@@ -482,7 +500,7 @@ def _of(count: int, total: int) -> str:
 
 
 def _checked(config: RunConfig, held_out: bool) -> tuple[RunConfig, Sequence[Problem], tuple[str, ...]]:
-    """The configuration with whole paths, the problems, and lines for the user. Raises WrongInput."""
+    """Returns the configuration with absolute paths, the problems, and lines for the user. Raises WrongInput."""
     found, config, notes = Findings(), absolute(config), tuple[str, ...]()
     if config.env.use is None and not functions_of(config.rewards):
         found.lines.append("rewards: an evaluation needs a reward function, got none; name one with --reward")
@@ -527,7 +545,8 @@ def _policy(adapter: str | None, config: RunConfig, chat: Chat, note: Callable[[
 
 
 def _without_learner(config: RunConfig) -> RunConfig:
-    """Nor with reward processes of their own: generators score what they sample."""
+    """Returns the configuration without a learner, and without reward processes of their own: generators score what
+    they sample."""
     gpus = config.cluster.gpus.model_copy(update={"learner": 0.0})
     alone = {"gpus": gpus, "rewards": RewardProcessConfig()}
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=alone)})
@@ -540,8 +559,11 @@ def _sampling(config: RunConfig, samples: int, problem: Problem) -> Sampling:
 def metrics_of(
     tables: list[list[pa.Table]], name: str | None, threshold: float, seed: int
 ) -> tuple[dict[str, Estimate], int]:
-    """The metrics, each over the problems that have scores enough for it, and how many problems have a completion
-    without a score. Where a reward function failed, the score is 0."""
+    """Returns the metrics (see `summary`), and the number of problems with a completion that has no score. Where the
+    reward function failed, the score is 0.
+
+    tables: the groups of greedy completions, and with samples those of sampled ones. name: see `doubts`.
+    """
     scored = [_by_problem(several, name) for several in tables]
     unscored = sum(any(None in own for own in both) for both in zip(*scored, strict=True))
     sampled = []
@@ -552,8 +574,8 @@ def metrics_of(
 
 
 def said_in(rows: pa.Table) -> list[str]:
-    """Of each row what the policy said: of a trajectory its turns alone, not what the environment answered. Behind the
-    tag that its prompt ends in, since an answer may be what stands in that."""
+    """Returns for each row the text that the policy sampled; for a trajectory that is its turns without the
+    environment's answers. The tag in which the prompt ends is put before it, since it may open the answer."""
     columns = (rows.column(name).to_pylist() for name in ("completion", "messages", "problem"))
     opened = {problem: asked_of(problem).prefilled for problem in set(rows.column("problem").to_pylist())}
     return [
@@ -567,7 +589,8 @@ def _number(score: float | None) -> float | None:
 
 
 def _by_problem(tables: Sequence[pa.Table], name: str | None) -> list[list[float | None]]:
-    """The scores of each table's completions. Asked of all at once: that no problem has this reward is a mistake."""
+    """Returns the scores of each table's completions. scores_of gets all tables at once, since it raises if no
+    completion at all has this reward."""
     rows = [whole(table) for table in tables]
     scores = iter(scores_of(pa.concat_tables(rows), name))
     return [[*map(_number, islice(scores, own.num_rows))] for own in rows]

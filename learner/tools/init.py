@@ -1,4 +1,4 @@
-"""gleaner init: the files that a first run needs, to be read and changed."""
+"""gleaner init: writes the files that a first run needs, for the user to read and change."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ class InitRequest(Request):
     ] = None
 
 
-# What gleaner init writes. The reward function is the README's.
+# The files that gleaner init writes; the reward function is that of the README.
 
 CONFIG = """\
 # A run of gleaner, to be started in this folder:
@@ -107,9 +107,9 @@ def run(asked: InitRequest) -> int:
 
 
 def write(folder: Path, model: str | None) -> str:
-    """Writes config.yaml, my_rewards.py and data.jsonl; what to do next. Raises WrongInput, before anything is written
-    where a file is there already."""
-    if model is not None and Path(model).is_dir():  # which `model` would not be from inside of the folder
+    """Writes config.yaml, my_rewards.py and data.jsonl, and returns a text on what to do next. Raises WrongInput; if
+    one of the files exists, before anything is written."""
+    if model is not None and Path(model).is_dir():  # the path is made absolute, since commands run in the folder
         model = str(Path(model).resolve())
     chosen = {"model": json.dumps(model or str(_demo())), **(SETTINGS if model else DEMO_SETTINGS)}
     files = {
@@ -135,7 +135,7 @@ def write(folder: Path, model: str | None) -> str:
 
 
 def _demo() -> Path:
-    """The folder of the demo's model: the repository's, or the one that the wheel has brought."""
+    """Returns the folder of the demo's model: the repository's, or that of the installed wheel."""
     if DEMO.is_dir():
         return DEMO
     try:

@@ -1,12 +1,12 @@
-"""The exact peak of the learner's step for any real shape, in seconds, without weights, data or a GPU.
+"""Measures the exact memory peak of the learner's step for any model shape, in seconds, without weights, data or a GPU.
 
-What runs is the code that trains: learner.trainer.trainer.Trainer takes one optimizer step after another over a batch
-of given lengths. Its tensors lie on torch's meta device, so they have shapes and types but no memory; every operation,
-forward and backward, passes a ledger that knows which storages are alive and how many bytes they hold. Nothing is
-modelled and nothing is fitted, hence a change of the learner changes the answer.
+It runs the code that trains: learner.trainer.trainer.Trainer makes an optimizer step over a batch of given lengths. Its
+tensors are on torch's meta device, so they have shapes and dtypes but no memory. Every operation, forward and backward,
+passes a ledger that knows which storages are alive and how many bytes they have. Nothing is modelled or fitted, so a
+change of the learner changes the result.
 
-What it cannot see: memory that kernels take inside (that of FlashAttention's backward pass is added by its formula),
-the CUDA context and cuBLAS' workspace, and fragmentation; learner figures of cluster.memory add them.
+It does not see memory that kernels allocate inside (that of FlashAttention's backward pass is added by its formula),
+the CUDA context, cuBLAS' workspace, and fragmentation; the learner's figures in cluster.memory add them.
 """
 
 import gc
@@ -35,21 +35,21 @@ from learner.trainer.trainer import Trainer
 from rollout.fakes import make_group
 from rollout.types import Completion
 
-CUDA_BLOCK = 512  # bytes; torch's caching allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.h)
+CUDA_BLOCK = 512  # bytes; torch's caching allocator allocates multiples of it (c10/cuda/CUDACachingAllocator.h)
 
-Lengths = tuple[int, Sequence[int]]  # of one group: P, and T of each completion
+Lengths = tuple[int, Sequence[int]]  # P of a group, and T of each of its completions
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a learner. The first four are alive between two steps, `peak` is the highest within a step."""
+    """The bytes of a learner. The first four are alive between two steps."""
 
-    weights: int  # of the base or the model, buffers and scales of 4 bits included, and the reference of a whole model
-    adapters: int  # the copies that the model computes with (and a frozen reference), and float32 masters; heads
-    gradients: int  # of the masters
-    optimizer: int  # its states
-    peak: int
+    weights: int  # base or whole model, with buffers and 4-bit scales, and the reference of a whole model
+    adapters: int  # the copies that the model computes with, a frozen reference, heads, and all float32 masters
+    gradients: int  # the gradients of the masters
+    optimizer: int  # the optimizer's states
+    peak: int  # the highest number of bytes within a step
 
     @property
     def static(self) -> int:
@@ -57,7 +57,7 @@ class Footprint:
 
     @property
     def dynamic(self) -> int:
-        """What a step needs on top: activations, and gradients in the base's type."""
+        """The bytes that a step needs in addition: activations, and gradients in the base's dtype."""
         return self.peak - self.static
 
 
@@ -71,22 +71,24 @@ def footprint(
     reference_dtype: str = "auto",
     cuda: bool = True,
 ) -> Footprint:
-    """Of one optimizer step over `groups`, not the first: there the optimizer has no states yet.
+    """Returns the footprint of an optimizer step over `groups` that is not the first of a run: the optimizer has
+    states.
 
     Args:
-        shape: of the model.
-        learner: the configuration of the run; checkpointing and token_budget must not be auto, and the optimizer must
-            be adamw or adamw_rounded (the 8-bit kernels take no tensors without content).
-        cuda: as on a card, or as on a CPU (other attention kernels, float32 products in the head, exact bytes).
+        shape: the shape of the model.
+        learner: the run's configuration; checkpointing and token_budget must not be auto, and the optimizer must be
+            adamw or adamw_rounded (the 8-bit kernels do not accept meta tensors).
+        cuda: whether the step is as on a GPU, else as on a CPU (other attention kernels, float32 products in the head,
+            exact bytes).
 
     Raises:
         ValueError: the learner refuses the model or the settings.
     """
     settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
-    attention = VARLEN if cuda and dtype == "bfloat16" else SEGMENTS  # float16: of cards that have no FlashAttention
+    attention = VARLEN if cuda and dtype == "bfloat16" else SEGMENTS  # GPUs that need float16 have no FlashAttention
     with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda, attention):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
-        with torch.device("meta"):  # for the adapters that peft makes, too
+        with torch.device("meta"):  # so that the adapters that peft makes are meta tensors, too
             trainer = Trainer(
                 ModelConfig(path=folder, **settings),
                 learner,
@@ -106,8 +108,8 @@ def footprint(
 
 
 def _warm(trainer: Trainer) -> None:
-    """Gives AdamW its states, which it makes in its first step: those are part of every later peak. And the fused
-    kernel, which it is not given when it is made, since it refuses tensors without content."""
+    """Gives AdamW the states that it would make in its first step, since they are part of every later peak; and sets
+    the fused kernel, which the constructor refuses for meta tensors."""
     for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             group["fused"] = True
@@ -142,7 +144,11 @@ def _read(trainer: Trainer, ledger: "Ledger", built: int) -> Footprint:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of living meta storages while it is entered, and answers what only content could answer."""
+    """Counts the bytes of living meta storages while it is entered, and answers operations that need the content of
+    tensors with fixed values.
+
+    granule: sizes are rounded up to multiples of so many bytes.
+    """
 
     def __init__(self, granule: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,13 +159,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op is aten._local_scalar_dense.default and args[0].is_meta:
-            return 0.0  # "are they equal?", "is it finite?": yes
+            return 0.0  # a difference is 0, a norm is finite
         if (
             op is aten._to_copy.default
             and args[0].is_meta
             and torch.device(kwargs.get("device") or "meta").type == "cpu"
         ):
-            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)  # counts, to be divided by
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)  # ones, since counts divide
         result = op(*args, **kwargs)
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.is_meta:
@@ -170,7 +176,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> int:
-        """Of their storages, each once; 0 for bitsandbytes' lookup table of 1 KiB, which no operation makes."""
+        """Returns the bytes of the tensors' storages, each counted once. bitsandbytes' lookup table of 1 KiB counts 0,
+        since no operation makes it."""
         return sum(self._living.get(key, 0) for key in {t.untyped_storage()._cdata for t in tensors if t.is_meta})
 
     def _see(self, tensor: Tensor) -> None:
@@ -187,15 +194,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flash_backward_bytes(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
-    """What FlashAttention's variable-length backward pass takes inside: the gradient of the queries in float32, and
-    with fewer key than query heads those of keys and values per query head (mha_varlen_bwd in flash_api.cpp)."""
+    """Returns the bytes that FlashAttention's variable-length backward pass allocates inside: the gradient of the
+    queries in float32, and with fewer key than query heads the gradients of keys and values for each query head
+    (mha_varlen_bwd in flash_api.cpp)."""
     tokens, heads, width = query.shape
     expanded = 2 * key.shape[0] * heads * width * key.element_size() if key.shape[1] != heads else 0
     return 4 * tokens * heads * width + expanded
 
 
 def _dequantised_bytes(states: Tensor, packed: Tensor, shape: Sequence[int], *_: Any, **__: Any) -> int:
-    """bitsandbytes multiplies many tokens by a 4-bit weight after it has multiplied the weight out (backends/cuda)."""
+    """Returns the bytes of a 4-bit weight that bitsandbytes dequantises to multiply many tokens by it
+    (backends/cuda)."""
     return shape[0] * shape[1] * states.element_size()
 
 
@@ -207,9 +216,10 @@ KERNEL_BYTES: dict[Any, Callable[..., int]] = {
 
 @contextmanager
 def _as_on(cuda: bool, attention: str) -> Iterator[None]:
-    """Inside of it meta tensors take the branches that they would take on a card, or on a CPU, with this attention."""
+    """Inside this block meta tensors take the branches that tensors on a GPU, or on a CPU, would take with this
+    attention."""
     with ExitStack() as entered:
-        if attention == SEGMENTS:  # what is computed twice passes it, too
+        if attention == SEGMENTS:  # layers that are computed again call the replaced operation, too
             library = entered.enter_context(torch.library._scoped_library("aten", "IMPL"))
             library.impl("scaled_dot_product_attention", _cpu_attention, "AutogradMeta")
         if cuda:
@@ -218,10 +228,10 @@ def _as_on(cuda: bool, attention: str) -> Iterator[None]:
 
 
 class _Cuda(TorchFunctionMode):
-    """Meta tensors say that they are on a card."""
+    """Makes `is_cuda` of all tensors true."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a new object at each look: never `is`
+        if function == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a new object each time, so not `is`
             return True
         return function(*args, **(kwargs or {}))
 
@@ -236,14 +246,15 @@ def _cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The CPU's flash kernel, which a meta tensor would not choose; as much is kept by a card's efficient one."""
+    """Calls the CPU's flash kernel, which torch would not choose for meta tensors. A GPU's memory-efficient kernel
+    keeps as many bytes."""
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out
 
 
 def _table(prompt: int, completions: Sequence[int]) -> pa.Table:
-    """A group of rollouts of these lengths, whose completions differ in reward, so that all of them train."""
+    """Returns a group of rollouts of these lengths, whose rewards differ, so that all completions are trained on."""
     sampled = [
         Completion(np.zeros(n, np.int32), np.full(n, -1.0, np.float32), "stop", np.zeros(n, np.int32))
         for n in completions

@@ -1,5 +1,5 @@
-"""gleaner plan says which model fits which card, with what settings. What takes long to import is imported where it is
-used, so that the help is told at once."""
+"""gleaner plan: says which model fits which GPU, with what settings. Slow modules are imported where they are used, so
+that --help is fast."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ class PlanRequest(Request):
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Stacked bars; needs gleaner-rl[plan].")] = None
 
     def check(self) -> None:
-        """Raises ValueError for what does not go together."""
+        """Raises ValueError for options that do not go together."""
         if self.model is not None and self.every:
             raise ValueError("--all: does not go with --model, which names one; leave one of them out")
         if self.algorithm == "grpo" and self.generations < 2:
@@ -110,7 +110,7 @@ cluster:
 
 
 def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int) -> str:
-    """YAML that is the plan; what is not of it (name, data, rewards, steps) is left to the user."""
+    """Returns the plan as YAML; other settings (name, data, rewards, steps) are left to the user."""
     return BLOCK.format(
         staleness=staleness, model=model, dtype=wish.dtype, base=found.base,
         generations=work.generations, prompt=work.prompt, completion=work.completion,
@@ -124,12 +124,12 @@ def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int
     )  # fmt: skip
 
 
-# The bar picture of a plan: who has which bytes of a card, in the terminal and as PNG.
+# The picture of a plan: bars with the bytes of each role's parts on a GPU, in the terminal and as PNG.
 
 GIB = 2**30
 WIDTH = 72  # characters of a bar
-END = 1.35  # of the card: where the picture cuts the bars of a model that does not fit
-# What a reader tells apart: label, role, parts, colour (of rich and of matplotlib).
+END = 1.35  # share of the GPU's memory at which the picture cuts the bars of a model that does not fit
+# The sections of a bar: label, role, parts, colour (of rich and of matplotlib).
 BANDS = (
     ("learner: weights", "learner", ("weights", "gathered", "reference"), "blue"),
     ("adapter, gradient, optimizer", "learner", ("adapters", "gradients", "optimizer"), "cyan"),
@@ -142,7 +142,7 @@ BANDS = (
 
 
 def bands(plan: Plan) -> list[tuple[str, str, int]]:
-    """(label, colour, bytes) of both roles; alternating roles are not on the card at once."""
+    """Returns (label, colour, bytes) of the sections of both roles; alternating roles are not on the GPU at once."""
     roles = {"learner": [plan.learner], "generator": [plan.generator], "both": [plan.learner, plan.generator]}
     return [
         (label, colour, sum(parts.get(name, 0) for parts in roles[role] for name in names))
@@ -151,7 +151,7 @@ def bands(plan: Plan) -> list[tuple[str, str, int]]:
 
 
 def bars(plans: Sequence[Plan | Misfit], device: int) -> "Group":
-    """One line a model, the width of the card; the hatched end is free."""
+    """Returns a bar for each model, whose width is the GPU's memory; the hatched end is free."""
     from rich.console import Group
     from rich.text import Text
 
@@ -179,8 +179,8 @@ def bars(plans: Sequence[Plan | Misfit], device: int) -> "Group":
 
 
 def save_png(plans: Sequence[Plan | Misfit], device: int, file: Path) -> None:
-    """Horizontal stacked bars with the card's size as a line. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure  # here: an extra of the package
+    """Writes horizontal stacked bars with the GPU's size as a line. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure  # imported here: it is an extra of the package
 
     figure = Figure(figsize=(11, 1.8 + 0.34 * len(plans)), layout="constrained")
     axes = figure.subplots()
@@ -188,7 +188,7 @@ def save_png(plans: Sequence[Plan | Misfit], device: int, file: Path) -> None:
         left = 0.0
         chosen = found.least if isinstance(found, Misfit) else found
         for label, colour, whole in bands(chosen):
-            size = min(whole, max(0, END * device - left * GIB))  # what is beyond the picture is cut
+            size = min(whole, max(0, END * device - left * GIB))  # bars are cut at the end of the picture
             faint = 0.25 if isinstance(found, Misfit) else 0.85
             axes.barh(row, size / GIB, left=left, color=_plain(colour), alpha=faint, label=label if row == 0 else None)
             left += size / GIB
@@ -221,13 +221,13 @@ def _plain(colour: str) -> str:
     return {"yellow": "gold", "cyan": "darkturquoise", "magenta": "mediumvioletred"}.get(colour, colour)
 
 
-# What gleaner plan prints: what each method needs, what is chosen, the bars, main memory, and the block to paste.
+# Output: what each method needs, what is chosen, the bars, main memory, and the block to paste.
 
 
 def show_tables(
     needs: Mapping[str, Mapping[str, Plan]], chosen: Sequence[Plan | Misfit], on: str, work: Workload
 ) -> None:
-    """The tables of all models. `needs`: by model and method; `on`: the cards in words."""
+    """Prints the tables of all models. needs: model -> method -> plan that needs least. on: the GPUs in words."""
     console = _console()
     lengths = f"G={work.generations}, prompt {work.prompt}, completion {work.completion}"
     console.print(f"GiB per card that generator and learner need at least; green fits {on}  ({lengths})")
@@ -247,7 +247,8 @@ def show_tables(
 
 
 def show_one(host: Parts, has: int, block: str) -> None:
-    """For a model that was asked for: main memory, beside the `has` bytes of the machine, and the block to paste."""
+    """Prints, for a model that was named, the main memory that it needs, and the block to paste. has: the machine's
+    bytes of main memory."""
     console = _console()
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in host.items() if size)
     needed = total(host)
@@ -255,7 +256,7 @@ def show_one(host: Parts, has: int, block: str) -> None:
     if needed > has:
         console.print(f"  the machine has {has / GIB:.1f}: the kernel would end a process", style="red")
     console.print("to paste into a configuration:\n")
-    print(block)  # as it stands: no line of it may be broken
+    print(block)  # not by the console, which would break long lines
 
 
 def _console() -> "Console":
@@ -309,19 +310,19 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that is said of one model."""
+    """The result for a model."""
 
     shape: Shape
-    wish: Wish  # what was asked for, LoRA
-    needs: dict[str, Plan]  # by method, the settings that need least
+    wish: Wish  # the request, with LoRA
+    needs: dict[str, Plan]  # method -> the plan that needs least
     chosen: Plan | Misfit
 
     @property
     def host(self) -> Parts:
-        """Main memory that what is chosen, or else needs least, takes."""
+        """Main memory that the chosen plan needs, or if none fits the plan that needs least, by part."""
         from cluster.ray_cluster import (
             store_bytes,
-        )  # here and below: what says only how a command is called does without
+        )  # imported here and in functions below, so that --help is fast
 
         small = self.chosen.least if isinstance(self.chosen, Misfit) else self.chosen
         policy = DTYPE_BYTES[self.wish.dtype] * self.shape.lora_params(self.wish.rank)
@@ -329,7 +330,7 @@ class Found:
 
 
 def run(asked: PlanRequest) -> int:
-    """Exit code: 0; 1 if the one model that was asked for does not fit; 2 for wrong arguments."""
+    """Carries out the command. Returns the exit code: 0; 1 if the named model does not fit; 2 for wrong arguments."""
     from cluster.machine import main_memory
     from rollout.config import parse_size
 
@@ -363,7 +364,7 @@ def run(asked: PlanRequest) -> int:
         except ImportError:
             print("error: --png needs matplotlib: pip install 'gleaner-rl[plan]'", file=sys.stderr)
             return 2
-        except (OSError, ValueError) as error:  # of another ending than matplotlib knows
+        except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file's ending
             print(f"error: --png: {asked.png} cannot be written: {error}; give another file", file=sys.stderr)
             return 2
     return int(asked.model is not None and isinstance(found[0].chosen, Misfit))
@@ -389,7 +390,7 @@ def _shapes(*, all_of_them: bool) -> Sequence[Shape]:
 
 
 def able(shapes: Sequence[Shape], size: "CardSize") -> list[Shape]:
-    """Those that the card computes in 16 bits. Raises ValueError if there is none."""
+    """Returns the models that the GPU can compute in 16 bits. Raises ValueError if there are none."""
     if not no_bfloat16(size):
         return list(shapes)
     able = [shape for shape in shapes if shape.kind not in NO_FLOAT16]
@@ -402,12 +403,13 @@ def able(shapes: Sequence[Shape], size: "CardSize") -> list[Shape]:
 
 
 def no_bfloat16(size: "CardSize") -> bool:
-    """Whether the card has no bfloat16."""
+    """Whether the GPU has no bfloat16."""
     return size.card is not None and size.card.capability < cards.BF16
 
 
 def methods(*, ppo: bool, old: bool) -> dict[str, Wish]:
-    """The ways of training that there are: PPO trains adapters, and a card without bfloat16 has none to round."""
+    """Returns the possible methods of training. PPO trains adapters only, and an old GPU has no bfloat16 to round
+    to."""
     return {
         name: wish
         for name, wish in METHODS.items()
@@ -416,12 +418,12 @@ def methods(*, ppo: bool, old: bool) -> dict[str, Wish]:
 
 
 def dtype_of(method: Wish, dtype: str, *, old: bool) -> str:
-    """Of a way of training, where LoRA has `dtype`: float16 trains no whole model."""
+    """Returns the dtype of a method where LoRA has `dtype`: a whole model is not trained in float16."""
     return "float32" if old and method.mode == "full" else dtype
 
 
 def asked_for(wish: Wish, method: Wish, dtype: str) -> Wish:
-    """A way of training with what else is wished for."""
+    """Returns the wish for a method of training, with the other settings of `wish`."""
     return replace(
         wish, mode=method.mode, base=method.base, checkpointing=method.checkpointing, optimizer=method.optimizer,
         dtype=dtype, kv_dtype=wish.kv_dtype if wish.kv_dtype == "fp8" else dtype,
@@ -430,7 +432,7 @@ def asked_for(wish: Wish, method: Wish, dtype: str) -> Wish:
 
 
 def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> Found:
-    """What each method needs at least, and what the planner chooses for LoRA."""
+    """Returns what each method needs at least, and what the planner chooses for LoRA."""
     old = no_bfloat16(size)
 
     def wanted(wish: Wish) -> Wish:
@@ -461,7 +463,7 @@ def _as_json(one: Found) -> dict[str, Any]:
 
 
 def to_dict(found: Plan | Misfit) -> dict[str, Any]:
-    """Every number of a plan, JSON-able, in bytes."""
+    """Returns every number of a plan for JSON, in bytes."""
     if isinstance(found, Misfit):
         return {"fits": False, "needs": found.needs, "advice": list(found.advice)}
     numbers = {key: value for key, value in asdict(found).items() if key != "shape"}

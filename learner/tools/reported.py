@@ -1,4 +1,4 @@
-"""What ends a command, told on stderr; and the exit code."""
+"""Runs a command's work, and prints the error that ended it to stderr."""
 
 import sys
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from learner.driver import failure
 
 
 def reported(work: Callable[[], None], failed: tuple[type[Exception], ...] = ()) -> int:
-    """Exit code: 0; 1 if the work failed on the way; 2 if something given is wrong. What is wrong is printed.
+    """Runs `work` and returns the exit code: 0; 1 if the work failed; 2 for a wrong input. An error is printed.
 
-    failed: errors of this command alone whose text says it all; other failures are told with their story.
+    failed: errors of this command whose message needs no explanation; other failures are explained (failure.tell).
     """
     try:
         work()

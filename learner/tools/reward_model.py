@@ -1,5 +1,5 @@
-"""gleaner reward-model train, which makes a reward model of preference pairs, is called here. bradley_terry.py, which
-does it, is imported as it begins, so that the help is told at once."""
+"""The command line of gleaner reward-model train, which trains a reward model on preference pairs. bradley_terry.py,
+which carries it out, is imported when the command runs, so that --help is fast."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Reward functions are tried here, on completions to rows of the data, or on those that a run has saved."""
+"""Carries out gleaner rewards try: it tries reward functions on completions to rows of the data, or on the completions
+that a run has saved."""
 
 import asyncio
 import json
@@ -40,12 +41,12 @@ from rollout.data.prompts import messages_of
 from rollout.data.sources import Row
 from rollout.schema import asked_of, groups_of, rewards_of, said_of, whole
 
-REFERENCES = ("answer", "ground_truth", "solution", "completion", "chosen")  # may hold what a right completion says
+REFERENCES = ("answer", "ground_truth", "solution", "completion", "chosen")  # usual names of columns with the answer
 
 
 @dataclass(slots=True)
 class Case:
-    """One row. completions: what each is called (reference, empty, given, generated), and its text."""
+    """A row of the data. completions: the kind (reference, empty, given, generated) and the text of each."""
 
     id: str
     messages: list[dict[str, str]]
@@ -57,7 +58,7 @@ class Case:
 
 
 def read_cases(data: DataConfig, size: int, seed: int) -> list[Case]:
-    """The first `size` rows, in the order of the source. Raises WrongInput."""
+    """Returns the first `size` rows, in the order of the source. Raises WrongInput."""
     size = min(size, data.size or size)
     rows = sources.read(data.path, data.split, data.args, size, seed)
     name = sources.label(data.path, data.split)
@@ -65,14 +66,15 @@ def read_cases(data: DataConfig, size: int, seed: int) -> list[Case]:
 
 
 def reference_column(row: Mapping[str, Any], rewards: Sequence[RewardConfig]) -> str | None:
-    """The column that the reward functions' `column` names, or one that is usually called so; None where there is
-    none with a text or a number."""
+    """Returns the column with the reference answer: the one that an argument `column` of a reward function names, or
+    one of REFERENCES. None if no such column has a text or a number."""
     named = [reward.args["column"] for reward in rewards if isinstance(reward.args.get("column"), str)]
     return next((one for one in (*named, *REFERENCES) if isinstance(row.get(one), str | int | float)), None)
 
 
 def reference_of(case: Case, template: str) -> str | None:
-    """What the template, or the column of that name, makes of the row; None where that is empty. Raises WrongInput."""
+    """Returns the reference answer of a row, by a template or the column of that name; None if it is empty. Raises
+    WrongInput."""
     asked = f"{{{template}}}" if template in case.columns else template
     value = case.columns.get(template, "")
     if template in case.columns and (value is None or not str(value).strip()):
@@ -85,8 +87,8 @@ def reference_of(case: Case, template: str) -> str | None:
 
 
 def read_completions(file: Path) -> list[list[str]]:
-    """Of each row its completions: a line is a text, a list of texts, or an object with `completion`, in JSON. Raises
-    WrongInput."""
+    """Returns the completions of each row. A line of the file is JSON: a text, a list of texts, or an object with
+    `completion`. Raises WrongInput."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +112,7 @@ def _texts(line: str, where: str) -> list[str]:
     return texts
 
 
-# Completions as reward functions get them in a run, and what these say.
+# Scoring completions as in a run.
 
 TAG = re.compile(r"<[A-Za-z_][\w.-]*>")
 STAND_IN = "completion_ids are the bytes of the texts here, since no model's folder is named that has a tokenizer.json"
@@ -118,7 +120,7 @@ STAND_IN = "completion_ids are the bytes of the texts here, since no model's fol
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One row. ms: of the call of each reward function, in their order; loading is not in it."""
+    """A row with its scores. ms: milliseconds of the call of each reward function, in their order, without loading."""
 
     case: Case
     scores: Scores
@@ -126,9 +128,12 @@ class Scored:
 
 
 class Texts:
-    """What a model's tokenizer and chat template make of texts, as far as reward functions see it, without loading the
-    model's libraries, unless its template may open a tag for the completion. model: a folder; of anything else
-    conversations and bytes stand in, which `note` says. data: of the run, which says how templates are used."""
+    """Makes the groups that reward functions get, with a model's tokenizer and chat template. transformers is loaded
+    only if the template may open a tag for the completion.
+
+    model: a model's folder; for anything else prompts are conversations and ids are bytes, which `note` says. data: the
+    run's settings, which say how templates are used.
+    """
 
     def __init__(self, model: str | None, data: DataConfig | None = None) -> None:
         folder = Path(model) if model is not None else None
@@ -144,18 +149,18 @@ class Texts:
             template = "" if as_it_stands else template_in(folder) or ""
             self._plain = not template
             if TAG.search(template):
-                from rollout.data.chat import Chat  # here: transformers loads with it
+                from rollout.data.chat import Chat  # imported here: it imports transformers
 
                 self._chat = Chat.load(str(folder), data.chat_template_kwargs if data else None)
 
     def group(self, case: Case) -> Group:
-        """The prompt is plain text where the model has no chat template."""
+        """Returns the group of a row. Its prompt is plain text if the model has no chat template."""
         texts = [text for _, text in case.completions]
         prompt = _plain(case) if self._plain else case.messages
         return Group.of(prompt, texts, [*map(self._ids, texts)], case.columns, self.prefilled(case))
 
     def prefilled(self, case: Case) -> str:
-        """The opening tag that its prompt ends in, or ""."""
+        """Returns the opening tag with which the row's prompt ends, or ""."""
         if self._plain:
             return opening_at_end(_plain(case))
         return "" if self._chat is None else self._chat.prefilled(self._chat.render(case.messages)[1])
@@ -174,8 +179,8 @@ def _plain(case: Case) -> str:
 async def score(
     rewards: Sequence[RewardConfig], memory_bytes: int, texts: Texts, cases: Sequence[Case]
 ) -> list[Scored]:
-    """A row after the other, its completions as one group. Raises WrongInput for functions that do not load, or end
-    their process, on the first row."""
+    """Scores row after row, with its completions as one group. Raises WrongInput if on the first row a function does
+    not load, or ends its process."""
     found: list[Scored] = []
     async with RewardPool(rewards, memory_bytes=memory_bytes) as pool:
         for case in cases:
@@ -188,10 +193,10 @@ async def score(
     return found
 
 
-# What a trial of reward functions says: on a terminal, and as JSON.
+# Output of a trial, as text and as JSON.
 
-PROMPT, TEXT = 240, 100  # characters that are shown
-SENTENCES = 3  # of failures of one reward function
+PROMPT, TEXT = 240, 100  # most characters that are shown of a prompt and of a completion
+SENTENCES = 3  # most sentences on failures of one reward function
 UNTOLD = (
     "no reward function tells a reference answer from an empty completion; give it the form that they read, for "
     "example --reference '<answer>{answer}</answer>'"
@@ -199,7 +204,7 @@ UNTOLD = (
 
 
 def as_text(found: Sequence[Scored], notes: Sequence[str]) -> str:
-    """Row by row the prompt and each completion with its values; then each function over all rows."""
+    """Returns for each row the prompt and each completion with its values, then a summary of each function."""
     lines = []
     for one in found:
         said = one.case.messages[-1]
@@ -212,7 +217,7 @@ def as_text(found: Sequence[Scored], notes: Sequence[str]) -> str:
 
 
 def as_json(found: Sequence[Scored]) -> dict[str, Any]:
-    """All of it: what is no number is null."""
+    """Returns the whole result for JSON; nan becomes null."""
     rows = [
         {
             "id": one.case.id, "prompt": one.case.messages, "kind": kind, "completion": text,
@@ -240,7 +245,7 @@ def _values(one: Scored, i: int) -> str:
 
 
 def _functions(found: Sequence[Scored]) -> Iterator[str]:
-    """Each function: the mean of each kind of completion, and how long its calls took."""
+    """Yields a line for each function: its mean for each kind of completion, and the duration of its calls."""
     names = list(found[0].scores.parts) if found else []
     wide = max(map(len, names), default=0)
     for at, name in enumerate(names):
@@ -258,12 +263,12 @@ def _sentences(found: Sequence[Scored]) -> set[str]:
 
 
 def _zeroed(found: Sequence[Scored]) -> list[str]:
-    """Why a built-in function gave 0 to what is no wrong answer: one sentence of each kind."""
+    """Returns why a built-in function gave 0 to completions that are not wrong answers: one sentence of each kind."""
     return sorted({kind: sentence for one in found for kind, sentence in one.scores.zeroed.items()}.values())
 
 
 def duration(ms: float) -> str:
-    """In a unit in which it is no large number."""
+    """Returns a duration as text in milliseconds or seconds."""
     return f"{ms:.3g} ms" if ms < 999.5 else f"{ms / 1e3:.3g} s" if ms < 1e6 else f"{ms / 1e3:.0f} s"
 
 
@@ -277,7 +282,7 @@ def _failures(found: Sequence[Scored]) -> list[str]:
 
 
 def _hint(found: Sequence[Scored]) -> list[str]:
-    """Where the reference answers score no better than nothing at all."""
+    """Returns a hint if all reference answers score the same as empty completions."""
     pairs = [dict(zip((kind for kind, _ in one.case.completions), one.scores.reward, strict=True)) for one in found]
     told = [(pair["reference"], pair["empty"]) for pair in pairs if {"reference", "empty"} <= pair.keys()]
     return [UNTOLD] if told and all(best == least and best is not None for best, least in told) else []
@@ -296,11 +301,11 @@ def _short(text: str, most: int) -> str:
     return line if len(line) <= most else f"{line[:most]}..."
 
 
-# Scores saved rollouts with a reward, as training would, and draws the distribution: try a reward before a run.
+# Scoring saved rollouts with a reward function.
 
 BINS = 10
 WIDTH = 40
-SHOWN = 400  # characters of a completion
+SHOWN = 400  # most characters that are shown of a completion
 
 
 def rescore(
@@ -312,9 +317,10 @@ def rescore(
     env: Sequence[str] = (),
     memory: str | int = DEFAULT_MEMORY,
 ) -> str:
-    """A printable report of the reward `use` over the newest `num_steps` step files of `folder`.
+    """Returns a report of the reward function `use` on the newest `num_steps` step files of `folder`.
 
-    arguments: KEY=VALUE each. env: names of variables that it may see. memory: the most that its process may hold.
+    timeout_s: deadline of a call. arguments: KEY=VALUE each. env: names of environment variables that the function may
+    see. memory: most memory of the reward process.
     """
     files = ledger.steps(Path(folder))[-num_steps:]
     if not files:
@@ -342,7 +348,7 @@ def _read(file: Path) -> pa.Table:
 
 
 def size_of(text: str | int) -> int:
-    """Bytes of what --memory says. Raises WrongInput."""
+    """Returns the bytes of --memory. Raises WrongInput."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -350,7 +356,7 @@ def size_of(text: str | int) -> int:
 
 
 def argument(text: str) -> tuple[str, Any]:
-    """Of --arg. Raises WrongInput."""
+    """Returns key and value of --arg. Raises WrongInput."""
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise WrongInput(f"--arg: must be written KEY=VALUE, got {text!r}")
@@ -366,7 +372,7 @@ async def _score(config: RewardConfig, groups: Sequence[pa.Table], memory_bytes:
 
 
 def group_of(rows: pa.Table) -> Group:
-    """What a reward function was given for this group."""
+    """Returns the group as reward functions got it in the run."""
     problem = asked_of(rows.column("problem")[0].as_py())
     texts, ids, said = (rows.column(name).to_pylist() for name in ("completion", "completion_ids", "messages"))
     group = Group.of(problem.messages, texts, ids, problem.columns, problem.prefilled)
@@ -397,23 +403,23 @@ def _report(use: str, files: Sequence[Path], groups: Sequence[pa.Table], scores:
 
 
 def _examples(groups: Sequence[pa.Table], rewards: npt.NDArray[np.float64]) -> list[str]:
-    """A completion with the highest and one with the lowest score, so that one sees what was scored."""
+    """Returns a completion with the highest score and one with the lowest, so that users see what was scored."""
     texts = [text for group in groups for text in group.column("completion").to_pylist()]
     chosen = {"highest": int(np.nanargmax(rewards)), "lowest": int(np.nanargmin(rewards))}
     return [f"{name:8} {rewards[i]:.4f}  {escaped(texts[i])[:SHOWN]}" for name, i in chosen.items()]
 
 
-# What the options of gleaner rewards try mean.
+# The command.
 
-SAMPLES, STEPS = 5, 5  # rows of data, files of rollouts
+SAMPLES, STEPS = 5, 5  # default number of rows of data, and of files of rollouts
 SECONDS = 10.0
-# Some reward function has to be there, and those that are tried may fail: they are asked afterwards, as of the others.
+# An evaluation needs a reward function, but the functions that are tried might fail in it, so generation uses this one.
 ANY = RewardConfig(use="length", args={"target": 10**9})
 
 
 def generate(config: RunConfig, cases: Sequence[Case], count: int, note: Callable[[str], None]) -> None:
-    """Adds to each case `count` completions, the first of them greedy; none to one whose prompt is too long and left
-    out. Starts a run's generators. Raises what learner.tools.evaluation.evaluate does, WrongInput."""
+    """Adds to each case `count` completions that a run's generators sample, the first of them greedy. A case whose
+    prompt is too long gets none. Raises WrongInput, and what learner.tools.evaluation.evaluate raises."""
     if config.env.use is not None:
         raise WrongInput(
             f"--generate: the run's completions are trajectories of env.use: {config.env.use}; leave it out"
@@ -431,16 +437,16 @@ def generate(config: RunConfig, cases: Sequence[Case], count: int, note: Callabl
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """run: None where no configuration was named."""
+    """What the options mean."""
 
-    run: RunConfig | None
+    run: RunConfig | None  # None: no configuration was named
     data: DataConfig
     rewards: Sequence[RewardConfig]
     notes: list[str]
 
 
 def run(asked: RewardsTryRequest) -> int:
-    """Exit code: 0; 1 if a reward function failed on data; 2 if something given is wrong, which is printed."""
+    """Carries out the command. Returns the exit code: 0; 1 if a reward function failed on data; 2 for a wrong input."""
     outcome: list[bool] = []
     if asked.generate:
         code = reported(lambda: outcome.append(_tried(asked)))
@@ -459,7 +465,7 @@ def run(asked: RewardsTryRequest) -> int:
 
 
 def _tried(asked: RewardsTryRequest) -> bool:
-    """Prints what was found. True if a reward function failed."""
+    """Tries the functions and prints the result. Returns whether a reward function failed."""
     memory = None if asked.memory is None else size_of(asked.memory)
     meant = _meant(asked, _reward(asked))
     cases = _cases(asked, meant)
@@ -477,7 +483,8 @@ def _tried(asked: RewardsTryRequest) -> bool:
 
 
 def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
-    """reward: the one that is named before the options. Raises WrongInput."""
+    """Returns what the options mean. reward: the one that is named before the options; None: those of the
+    configuration. Raises WrongInput."""
     given = {"data.path": asked.data, "data.split": asked.split, "data.prompt": asked.prompt}
     changed = {key: value for key, value in given.items() if value is not None}
     if asked.config is None:
@@ -490,7 +497,7 @@ def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
         return Meant(None, data, functions_of([reward]), [])
     others = of_other_data() if asked.data is not None else []
     config = load_config(asked.config, [*others, *(f"{key}={value}" for key, value in changed.items())])
-    # Without its revision, for which the hub would be asked: no model is read here.
+    # No model is read here, so its revision is dropped, for which `absolute` would ask the hub.
     whole = absolute(config.model_copy(update={"model": config.model.model_copy(update={"revision": None})}))
     rewards = functions_of(whole.rewards)
     if reward is not None:
@@ -506,7 +513,7 @@ def _meant(asked: RewardsTryRequest, reward: RewardConfig | None) -> Meant:
 
 
 def _cases(asked: RewardsTryRequest, meant: Meant) -> list[Case]:
-    """The rows with all completions that need no model."""
+    """Returns the rows with all completions that need no model."""
     lines = read_completions(asked.completions) if asked.completions is not None else []
     model_files.settle([meant.data.path])
     cases = read_cases(meant.data, asked.samples or len(lines) or SAMPLES, meant.run.seed if meant.run else 0)
@@ -524,7 +531,7 @@ def _cases(asked: RewardsTryRequest, meant: Meant) -> list[Case]:
 
 
 def _reward(asked: RewardsTryRequest) -> RewardConfig | None:
-    """Raises WrongInput."""
+    """Returns the reward function that is named before the options, if any. Raises WrongInput."""
     if asked.reward is None:
         return None
     args = dict(map(argument, asked.arg or ())) or None

@@ -1,6 +1,6 @@
-"""gleaner rewards list and gleaner rewards try are called here. The first describes the built-in reward functions by
-their sources, and imports none: one takes seconds to load, and another may lack its package. reward_trial.py, which
-does the second, is imported as it begins.
+"""The command lines of gleaner rewards list and gleaner rewards try. `list` describes the built-in reward functions
+from their sources and imports none: one takes seconds to load, and another may lack its package. reward_trial.py, which
+carries out `try`, is imported when the command runs.
 """
 
 import ast
@@ -36,28 +36,28 @@ def list_rewards(asked: RewardsListRequest) -> int:
     return 0
 
 
-GIVEN = ("prompts", "completions", "completion_ids")  # by every call; other parameters that are no args are columns
+# Parameters that every call gives. Other positional parameters are columns of the data; keyword-only ones are settings.
+GIVEN = ("prompts", "completions", "completion_ids")
 
 
 class BuiltIn(NamedTuple):
-    """One function. columns: of the data, that it reads whatever its args say; args: name -> default, as written, or
-    `required`."""
+    """The description of a built-in reward function."""
 
     name: str
     says: str
-    columns: tuple[str, ...]
-    args: dict[str, str]
+    columns: tuple[str, ...]  # columns of the data that it reads whatever its args are
+    args: dict[str, str]  # name -> default as written in the source, or `required`
 
 
 def built_ins() -> list[BuiltIn]:
-    """All of them, by name."""
+    """Returns the descriptions of all built-in reward functions, by name."""
     from rewards.loader import BUILT_INS
 
     return [_described(name, *place.split(":")) for name, place in sorted(BUILT_INS.items())]
 
 
 def built_ins_text(found: list[BuiltIn]) -> str:
-    """Two or three lines each, and how one is used."""
+    """Returns two or three lines about each function, and a line on its use."""
     lines = []
     for one in found:
         lines.append(f"{one.name:20} {one.says}")
@@ -170,13 +170,13 @@ class RewardsTryRequest(Request):
     as_json: Annotated[bool, typer.Option("--json", help="On data: all of it as an object.")] = False
 
 
-# Which of the two forms is meant, on saved rollouts or on data, and what goes with it.
+# Options that go with one form of the command: on saved rollouts, or on data.
 
 OF_ROLLOUTS = ("steps",)
 OF_DATA = (
     "config", "data", "split", "prompt", "samples", "reference", "completion", "completions", "generate", "json",
 )  # fmt: skip
-OF_ONE = ("timeout", "arg", "env")  # a reward function that is named before the options
+OF_ONE = ("timeout", "arg", "env")  # options of a reward function that is named before the options
 
 
 def try_rewards(asked: RewardsTryRequest) -> int:
@@ -190,7 +190,7 @@ def try_rewards(asked: RewardsTryRequest) -> int:
 
 
 def _wrong(asked: RewardsTryRequest) -> str:
-    """A sentence about options that do not go together, or ''."""
+    """Returns a sentence about options that do not go together, or ''."""
     given = {name.removeprefix("as_"): value for name, value in asdict(asked).items()}
     used = [name for name, value in given.items() if not (value is None or value is False or value == [])]
     if "rollouts" in used and (wrong := [name for name in OF_DATA if name in used]):

@@ -1,5 +1,5 @@
-"""gleaner rollouts show is called here. completions_shown.py, which does it, is imported as it begins, so that the help
-is told at once."""
+"""The command line of gleaner rollouts show. completions_shown.py, which carries it out, is imported when the command
+runs, so that --help is fast."""
 
 import sys
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class RolloutsRequest(Request):
 
     @property
     def chooses(self) -> bool:
-        """Whether more than the first groups was asked for."""
+        """Whether the options choose certain completions, instead of the first groups."""
         return self.problem is not None or self.sample is not None or self.best or self.worst
 
 

@@ -1,5 +1,5 @@
-"""gleaner serve is called here. server.py, which does it, is imported as it begins, so that the help is told at
-once."""
+"""The command line of gleaner serve. server.py, which carries it out, is imported when the command runs, so that --help
+is fast."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""In the server of gleaner serve: requests that name no stop strings get those of the training.
-
-vLLM takes default temperatures and stop tokens from a file, and stop strings from requests alone.
+"""A middleware in the server of gleaner serve: requests without stop strings get those of the training. vLLM reads
+default temperatures and stop tokens from a file, but takes stop strings from requests only.
 """
 
 import json
@@ -8,8 +7,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-VARIABLE = "GLEANER_STOP"  # a JSON list
-MOST = 4  # strings that a request may have (OpenAI, and so vLLM)
+VARIABLE = "GLEANER_STOP"  # environment variable with a JSON list of stop strings
+MOST = 4  # most stop strings of a request (OpenAI's limit, which vLLM has, too)
 KEYS = {
     "/completions": "stop", "/chat/completions": "stop", "/chat/completions/batch": "stop", "/responses": "stop",
     "/messages": "stop_sequences",
@@ -21,7 +20,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class TrainingStops:
-    """An ASGI middleware (vLLM's --middleware), around `app`."""
+    """An ASGI middleware around `app`, for vLLM's --middleware."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app, self._stop = app, json.loads(os.environ[VARIABLE])
@@ -48,8 +47,8 @@ class TrainingStops:
 
 
 def with_stops(body: bytes, key: str, stop: list[str]) -> bytes:
-    """The request with these stop strings, unless it has some of its own, or is none that can be read. As in training
-    the answer keeps the string that ended it."""
+    """Returns the request with these stop strings, or unchanged if it has its own or cannot be read. As in training the
+    answer keeps the string that ended it."""
     try:
         asked = json.loads(body)
     except ValueError:

@@ -1,4 +1,5 @@
-"""vLLM's OpenAI-compatible server with what a run has learned, which samples as the run did."""
+"""Carries out gleaner serve: it starts vLLM's OpenAI-compatible server with what a run has learned, with the sampling
+of the training as default. AsTrained, the description of that sampling, also serves exports."""
 
 import json
 import os
@@ -28,30 +29,25 @@ from rollout.data.observation import USER
 from rollout.data.weight_names import check_model, sizes_of
 from rollout.vllm.served import SERVER
 
-# How a run's completions were sampled, for those who serve or export what it learned.
-#
-# A base's generation_config.json is another's advice: a penalty or a temperature in it changes what the policy says,
-# greedily as well, and knows nothing of the stop tokens of the run.
+# The sampling of the training. The base's generation_config.json is not used for it: a penalty or a temperature in it
+# would change what the policy writes, also with greedy decoding, and it lacks the stop tokens of the run.
 
 GENERATION = "generation_config.json"
-OF_TOKENS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # what is kept of the base's
+OF_TOKENS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # entries that are kept of the base's file
 
 
 @dataclass(frozen=True, slots=True)
 class AsTrained:
-    """generation: content of a generation_config.json, as transformers and vLLM read it. stop: strings that ended
-    completions, which have no place in it: transformers' generate refuses a file that has some. of_prompts: what was
-    left out of prompts, in sentences. form: of completions, rollout.structured_outputs, which has no place in it
-    either; "": any."""
+    """How a run's completions were sampled."""
 
-    generation: dict[str, Any]
-    stop: tuple[str, ...]
-    of_prompts: tuple[str, ...]
-    form: str = ""
+    generation: dict[str, Any]  # content of a generation_config.json for transformers and vLLM
+    stop: tuple[str, ...]  # strings that ended completions; transformers' generate refuses a file with stop strings
+    of_prompts: tuple[str, ...]  # sentences on what was left out of prompts
+    form: str = ""  # rollout.structured_outputs, which the file cannot say; "": completions had no fixed form
 
     @property
     def tokens(self) -> str:
-        """In words, which tokens may be sampled."""
+        """Which tokens may be sampled, in words."""
         cut = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         told = [
             f"{name} {self.generation[name]:g}"
@@ -62,24 +58,26 @@ class AsTrained:
         return f"{whole} (in training of the form {self.form}, which a request must ask for)" if self.form else whole
 
     def write(self, folder: Path) -> None:
-        """Into that folder, in the place of a file or link of that name. Raises OSError, with the path in it."""
+        """Writes the file into a folder, and replaces a file or link of its name. Raises OSError, which names the
+        path."""
         partial = folder / f".{GENERATION}.partial"
         with writing(folder / GENERATION):
-            partial.unlink(missing_ok=True)  # in a folder of others it may be a link
+            partial.unlink(missing_ok=True)  # in a folder that others can write to it may be a link
             partial.write_text(json.dumps(self.generation, indent=2) + "\n")
             os.replace(partial, folder / GENERATION)
 
 
 def as_trained(config: RunConfig, path: str) -> AsTrained:
-    """path: of the base, or of the whole model that was learned. Raises WrongInput: it cannot be read."""
+    """Returns how a run sampled. path: the base, or the whole model that was learned. Raises WrongInput if its
+    tokenizer or template cannot be read."""
     data = config.data
     chat = Chat.load(path, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
     ids, strings = chat.stops(config.rollout.stop)
-    with suppress(WrongInput):  # asked for what is told of prompts alone
+    with suppress(WrongInput):  # rendered only so that chat.left_out() knows what is left out of prompts
         chat.render([USER])
     own: Mapping[str, Any] = read_json(path, GENERATION) or text_of(chat.config)
     kept = {name: own[name] for name in OF_TOKENS if own.get(name) is not None}
-    # Transformers cuts the distribution at 50 tokens unless told.
+    # top_k is always written, since transformers' default cuts the distribution at 50 tokens.
     rollout = config.rollout
     sampling = {"do_sample": True, "temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     if rollout.min_p:
@@ -87,14 +85,14 @@ def as_trained(config: RunConfig, path: str) -> AsTrained:
     return AsTrained(kept | {"eos_token_id": list(ids)} | sampling, strings, chat.left_out())
 
 
-QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # where the user's environment does not say
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # defaults of environment variables
 CHECKED_SERVER = "rollout.vllm.served"
-CPU_CACHE_GIB = "1"  # of KV cache on a CPU, where VLLM_CPU_KVCACHE_SPACE does not say otherwise; vLLM's own takes half
+CPU_CACHE_GIB = "1"  # default of VLLM_CPU_KVCACHE_SPACE, GiB of KV cache on a CPU; vLLM's default is half the memory
 
 
 def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
-    """Becomes the server, so that signals reach it. Raises WrongInput, also for an address that cannot be had, and
-    what is wrong with weights (WrongInput)."""
+    """Replaces this process by the server, so that signals reach it. Raises WrongInput, also for an address that
+    cannot be bound, and WrongInput for wrong weights."""
     _check_free(host, port)
     _check_weights(run_dir)
     server = server_of(run_dir, host, port, more)
@@ -110,7 +108,7 @@ def serve(run_dir: Path, host: str, port: int, more: Sequence[str]) -> NoReturn:
 
 
 def _check_weights(run_dir: Path) -> None:
-    """Whether what was learned, and its base, are whole and finite, and belong together."""
+    """Raises if what was learned, and its base, are not whole, finite and of the same model."""
     config, learned = _run_in(run_dir)
     if learned.name == MODEL:
         check_model(str(learned), "RUN")
@@ -121,11 +119,11 @@ def _check_weights(run_dir: Path) -> None:
 
 
 def _check_free(host: str, port: int) -> None:
-    """vLLM would say so after half a minute, behind a traceback."""
+    """Raises WrongInput if the address cannot be bound; vLLM would report it after half a minute, with a traceback."""
     try:
         family, kind, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # vLLM sets it, too
             trial.bind((address[0], port))
     except (OSError, OverflowError, UnicodeError) as error:
         raise WrongInput(
@@ -137,7 +135,7 @@ def _check_free(host: str, port: int) -> None:
 def _how_to_ask(run_dir: Path, address: str) -> str:
     name, route = run_dir.resolve().name, "chat/completions"
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "..."}]}
-    if _run_in(run_dir)[0].data.chat_template == "none":  # prompts as the training had them
+    if _run_in(run_dir)[0].data.chat_template == "none":  # in training prompts were plain texts
         route, asked = "completions", {"prompt": "..."}
     body = json.dumps({"model": name, **asked})
     return (
@@ -147,7 +145,7 @@ def _how_to_ask(run_dir: Path, address: str) -> str:
 
 
 class Server(NamedTuple):
-    """How it is started. environment: variables that it wants. notes: lines for the user."""
+    """How the server is started: its command, environment variables to set, and lines for the user."""
 
     command: list[str]
     environment: dict[str, str]
@@ -155,26 +153,27 @@ class Server(NamedTuple):
 
 
 def server_of(run_dir: Path, host: str, port: int, more: Sequence[str]) -> Server:
-    """What was learned has the run folder's name; `more` is for vLLM itself. Requests that do not say otherwise are
-    sampled as the training was; its file is written into the run folder, where that can be.
+    """Returns how to start the server. The model that was learned has the run folder's name; `more` are options for
+    vLLM. The file with the sampling of the training is written into the run folder, or if that is not writable into a
+    temporary folder.
 
-    Raises WrongInput if the folder is not one of a run that has saved something.
+    Raises WrongInput if the folder is not that of a run that has saved something.
     """
     config, learned = _run_in(run_dir)
-    # The module, since vLLM's build for CPUs has no command `vllm serve`.
+    # The module is run, since vLLM's build for CPUs has no command `vllm serve`.
     command = [sys.executable, "-P", "-m", *_server(config, learned), "--host", host, "--port", str(port)]
     command += [*_model(config, learned), "--dtype", config.model.dtype]
     if config.data.chat_template_kwargs:
         command += ["--default-chat-template-kwargs", json.dumps(config.data.chat_template_kwargs)]
     if _on_cpu():
-        # With LoRA a CPU compiles for half a minute and then does not use it.
+        # With LoRA on a CPU, vLLM compiles for half a minute and then does not use the result.
         command += ["--enforce-eager", "--worker-extension-cls", "rollout.vllm.cpu.AmxWorker"]
     sampled = _as_trained(config, run_dir.resolve(), learned)
     return Server([*command, *sampled.command, *more], sampled.environment, sampled.notes)
 
 
 def _run_in(run_dir: Path) -> tuple[RunConfig, Path]:
-    """Its configuration, and the folder of what it has learned. Raises WrongInput."""
+    """Returns the run's configuration, and the folder of what it has learned. Raises WrongInput."""
     file = run_dir / "config.yaml"
     if not file.exists():
         whole = (run_dir / "config.json").exists()
@@ -188,7 +187,8 @@ def _run_in(run_dir: Path) -> tuple[RunConfig, Path]:
 
 
 def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
-    """The part of the command line that says how to sample. Without it where the model is not there: vLLM says so."""
+    """Returns the part of the command line that says how to sample. It is empty if the model cannot be read, which vLLM
+    will report."""
     try:
         found = as_trained(config, str(learned) if learned.name == MODEL else config.model.source)
     except WrongInput:
@@ -196,7 +196,7 @@ def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
     folder = run_dir
     try:
         found.write(folder)
-    except OSError:  # a run folder that this user may only read
+    except OSError:  # this user may only read the run folder
         folder = Path(tempfile.mkdtemp(prefix="gleaner-serve-"))
         found.write(folder)
     command, temperature = ["--generation-config", str(folder)], f"{config.rollout.temperature:g}"
@@ -214,12 +214,12 @@ def _as_trained(config: RunConfig, run_dir: Path, learned: Path) -> Server:
 
 
 def _server(config: RunConfig, learned: Path) -> list[str]:
-    """The module that is the server, and what it takes before vLLM's options. One of ours, where whether the files have
-    the model's tensors is not known without torch."""
+    """Returns the server's module and its arguments before vLLM's options. It is gleaner's checked server if the files
+    could not be compared with the model's tensors without torch."""
     model = str(learned) if learned.name == MODEL else config.model.source
     try:
         known = model_weights(model) is None or sizes_of(read_json(model, CONFIG)) is not None
-    except WrongInput:  # said by _check_weights
+    except WrongInput:  # _check_weights reports it
         known = True
     return [SERVER] if known else [CHECKED_SERVER, model]
 
@@ -236,17 +236,18 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if (revision := config.model.revision) is not None:
         arguments += ["--revision", revision, "--tokenizer-revision", revision]
-    arguments += ["--lora-target-modules", *_targets(served(learned))]  # else experts and head get LoRA layers, too
+    # Without it vLLM gives experts and the head LoRA layers, too.
+    arguments += ["--lora-target-modules", *_targets(served(learned))]
     if config.model.base == "nf4":
         arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
     module = f"{name}={served(learned)}"
-    if "," in module:  # which vLLM takes for JSON
+    if "," in module:  # vLLM takes an argument with a comma for JSON
         module = json.dumps({"name": name, "path": str(served(learned))})
     return [*arguments, "--lora-modules", module]
 
 
 def _targets(adapter: Path) -> list[str]:
-    """The last part of the names of the layers that it changes."""
+    """Returns the last parts of the names of the layers that the adapter changes."""
     names = read_content(str(adapter), "RUN").get("target_modules")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise WrongInput(f"RUN: target_modules of {adapter / CONFIG_FILE} must be a list of layers; save it again")
@@ -256,7 +257,7 @@ def _targets(adapter: Path) -> list[str]:
 def _with_experts(model: str) -> bool:
     try:
         return has_experts(read_json(model, CONFIG))
-    except WrongInput:  # the model is not there: vLLM says so
+    except WrongInput:  # the model cannot be read, which vLLM will report
         return False
 
 

@@ -1,4 +1,5 @@
-"""`gleaner report RUN --terminal`: a run's curves, steps and completions in a terminal."""
+"""Carries out `gleaner report RUN --terminal`: it shows a run's curves, steps and completions in a terminal
+(RunApp)."""
 
 import asyncio
 import sys
@@ -22,30 +23,27 @@ from learner.driver.console import escaped, sentence
 from learner.tools.completions_shown import of_group, rows_of
 from learner.tools.report.summary import Run, is_score, read_run, starts_of
 
-# The curves of a run as one line each.
-
-
 CURVES = (
     "reward/mean", "eval/accuracy", "reward/failed", "rollout/completion_length", "policy/entropy", "policy/kl",
     "policy/mismatch_max", "policy/staleness_mean", "loss/grad_norm", "time/step",
 )  # fmt: skip
-REWARDS = 4  # of the functions' own numbers, behind these
+REWARDS = 4  # most scores of reward functions that are drawn after CURVES
 
 
 def names_of(run: Run) -> list[str]:
-    """Those that are drawn."""
+    """Returns the names of the metrics that are drawn."""
     known = [name for name in CURVES if name in run.metrics]
     own = [name for name in run.metrics if name.startswith("reward/") and is_score(name) and name not in known]
     return known + own[:REWARDS]
 
 
 def number(value: float | None) -> str:
-    """Three digits of it."""
+    """Returns a value as text with three digits; None becomes ""."""
     return "" if value is None else f"{value:.3g}"
 
 
 class Curves(VerticalScroll, can_focus=False):
-    """A line for each metric: its name, its course, its newest value."""
+    """The curves: a line for each metric with its name, its curve and its newest value."""
 
     DEFAULT_CSS = """
     Curves { height: auto; max-height: 40%; border: round $primary-muted; }
@@ -60,7 +58,7 @@ class Curves(VerticalScroll, can_focus=False):
         self.shown: list[str] = []
 
     async def draw(self, run: Run) -> None:
-        """As the run is now."""
+        """Draws the curves of the run as it is now."""
         names = names_of(run)
         if names != self.shown:
             self.shown = names
@@ -81,26 +79,24 @@ class _Curve(Horizontal):
         yield Static("", classes="value")
 
     def draw(self, values: list[float]) -> None:
-        """values: those that are known, oldest first."""
+        """Draws the known values, oldest first."""
         self.query_one(Sparkline).data = values
         self.query_one(".value", Static).update(Text(number(values[-1] if values else None)))
 
 
-# The groups of a step: which are listed, and in which order.
-
-ORDERS = ("as trained", "lowest reward", "highest reward", "widest spread")
+ORDERS = ("as trained", "lowest reward", "highest reward", "widest spread")  # orders in which groups are listed
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A group. rows: its completions (learner.tools.completions_shown.rows_of). rewards: of those that have one."""
+    """A group in the list of groups of a step."""
 
-    rows: list[dict[str, Any]]
-    rewards: list[float]
+    rows: list[dict[str, Any]]  # its completions (learner.tools.completions_shown.rows_of)
+    rewards: list[float]  # the rewards of completions that have one
 
     @property
     def problem(self) -> str:
-        """Its id."""
+        """The problem's id."""
         return str(self.rows[0]["problem_id"])
 
     @property
@@ -111,19 +107,19 @@ class Listed:
 
     @property
     def failed(self) -> int:
-        """Completions that a reward function or the environment failed on."""
+        """Number of completions on which a reward function or the environment failed."""
         return sum(row["reward_status"] not in ("ok", "none") for row in self.rows)
 
 
 def groups_of(file: Path) -> list[Listed]:
-    """Of a step file, in its order. Raises WrongInput."""
+    """Returns the groups of a step file, in its order. Raises WrongInput."""
     groups = [list(rows) for _, rows in groupby(rows_of(file), key=lambda row: row["group_id"])]
     return [Listed(rows, [float(row["reward"]) for row in rows if row["reward"] is not None]) for rows in groups]
 
 
 def listed(groups: list[Listed], words: str, order: str, *, failed: bool) -> list[Listed]:
-    """Those with the words in the problem's id or its prompt. order: one of ORDERS; groups without a reward come last.
-    failed: only those with a completion that failed."""
+    """Returns the groups with `words` in the problem's id or the prompt, sorted. order: one of ORDERS; groups without a
+    reward come last. failed: whether only groups with a failed completion are listed."""
     sought = words.lower().strip()
     found = [one for one in groups if sought in f"{one.problem} {one.asked}".lower() and (one.failed or not failed)]
     keys: dict[str, Callable[[Listed], float]] = {
@@ -136,11 +132,9 @@ def listed(groups: list[Listed], words: str, order: str, *, failed: bool) -> lis
     return sorted(found, key=lambda one: keys[order](one) if one.rewards else float("inf"))
 
 
-# One group on the whole screen: its prompt, and its completions side by side.
-
-
 class GroupScreen(Screen[int]):
-    """Of the groups of a list, one after the other; leaves with the place of the last one that was shown."""
+    """A screen that shows a group of a list: its prompt, and its completions side by side. Keys move to other groups of
+    the list. Its result is the place in the list of the group that was shown last."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,q", "leave", "List"),
@@ -160,17 +154,17 @@ class GroupScreen(Screen[int]):
         yield Footer()
 
     def on_resize(self, event: Resize) -> None:
-        """How many stand beside each other depends on it."""
+        """Draws again: the number of completions side by side depends on the width."""
         self._draw(event.size.width)
 
     def action_move(self, by: int) -> None:
-        """To another group of the list."""
+        """Shows another group of the list."""
         self._place = min(max(self._place + by, 0), len(self._groups) - 1)
         self._draw(self.size.width)
         self.query_one(VerticalScroll).scroll_home(animate=False)
 
     def action_leave(self) -> None:
-        """Back to the list."""
+        """Goes back to the list."""
         self.dismiss(self._place)
 
     def _draw(self, width: int) -> None:
@@ -180,19 +174,18 @@ class GroupScreen(Screen[int]):
         self.query_one("#group", Static).update(of_group(one.rows, width - 2))
 
 
-# The first screen: curves, the steps (newest first), and the groups of the step that is chosen.
-
-EVERY_S = 2.0
+EVERY_S = 2.0  # seconds between two looks at the folder
 STEPS = {
     "reward/mean": "reward", "eval/accuracy": "accuracy", "rollout/completion_length": "length",
     "policy/entropy": "entropy", "time/step": "s",
 }  # fmt: skip
 GROUPS = ("problem", "reward", "least", "most", "failed", "prompt")
-WIDE = 200  # characters of a prompt
+WIDE = 200  # most characters of a prompt
 
 
 class RunApp(App[int]):
-    """Follows a run folder. Everything out of it is shown as text: neither markup nor control characters are obeyed."""
+    """The app, which follows a run folder. Its first screen has curves, steps (newest first) and the groups of the
+    chosen step. Content of the folder is shown as text: markup and control characters in it have no effect."""
 
     TITLE = "gleaner"
     ENABLE_COMMAND_PALETTE = False
@@ -215,8 +208,8 @@ class RunApp(App[int]):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder, self._files = folder, dict[int, Path]()
-        self._rows: dict[int, list[float | None]] = {}  # of the steps, as they are shown
-        self._step: int | None = None  # whose groups are listed
+        self._rows: dict[int, list[float | None]] = {}  # the values of each step in the table
+        self._step: int | None = None  # the step whose groups are listed
         self._groups: list[Listed] = []
         self._shown: list[Listed] = []
         self._order, self._failed = ORDERS[0], False
@@ -234,7 +227,7 @@ class RunApp(App[int]):
         yield Footer()
 
     async def on_mount(self) -> None:
-        """What is there now, and every two seconds what has come."""
+        """Shows what is there, and looks again every two seconds."""
         self.query_one("#steps", DataTable).add_columns("step", *STEPS.values())
         self.query_one("#groups", DataTable).add_columns(*GROUPS)
         self.query_one("#steps").focus()
@@ -242,7 +235,7 @@ class RunApp(App[int]):
         self.set_interval(EVERY_S, self.look)
 
     async def look(self) -> None:
-        """Reads the folder; a step that is being written is shown when it is whole."""
+        """Reads the folder and shows it; a step that is being written is shown when it is whole."""
         try:
             run = await asyncio.to_thread(read_run, self._folder)
         except (OSError, WrongInput) as error:
@@ -250,7 +243,7 @@ class RunApp(App[int]):
             return
         self._files = {int(file.stem.removeprefix("step-")): file for file in run.rollouts}
         done = f"{run.name}  step {run.steps[-1] if run.steps else 0} of {run.of or '?'}"
-        if not self.query("#run"):  # it ends, and its screen is empty already
+        if not self.query("#run"):  # the app is ending, and its screen is empty already
             return
         self.query_one("#run", Static).update(Text(escaped(done), style="bold", no_wrap=True))
         spent = [f"{start.steps}  {sentence(start.phases)}" for start in reversed(starts_of(run))]
@@ -262,7 +255,7 @@ class RunApp(App[int]):
         self._list_steps(run)
 
     def _list_steps(self, run: Run) -> None:
-        """The step that was chosen stays chosen; the newest, if none or the newest was."""
+        """Lists the steps. The chosen step stays chosen, unless it was the newest: then the new newest step is."""
         table = self.query_one("#steps", DataTable)
         steps = sorted({*run.steps, *self._files}, reverse=True)
         place = {step: i for i, step in enumerate(run.steps)}
@@ -280,7 +273,7 @@ class RunApp(App[int]):
         table.move_cursor(row=0 if kept is None else steps.index(kept))
 
     async def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
-        """Another step: its groups."""
+        """Lists the groups of the step under the cursor."""
         if event.data_table.id != "steps" or event.row_key.value is None:
             return
         step = int(event.row_key.value)
@@ -295,7 +288,7 @@ class RunApp(App[int]):
         self._list_groups()
 
     async def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        """Enter: from a step to its groups, from a group to its completions."""
+        """Goes, on Enter, from a step to its groups, or from a group to its completions."""
         if event.data_table.id == "steps":
             self.action_groups()
         elif self._shown and self._step is not None:
@@ -305,28 +298,28 @@ class RunApp(App[int]):
         self.query_one("#groups", DataTable).move_cursor(row=place)
 
     def on_input_changed(self) -> None:
-        """At every letter."""
+        """Lists the groups again at every letter of the search."""
         self._list_groups()
 
     def on_input_submitted(self) -> None:
-        """To what was found."""
+        """Goes to the groups that were found."""
         self.action_groups()
 
     def action_groups(self) -> None:
-        """Out of the search or the steps."""
+        """Moves the focus to the groups."""
         self.query_one("#groups").focus()
 
     def action_search(self) -> None:
-        """By words."""
+        """Moves the focus to the search."""
         self.query_one("#search").focus()
 
     def action_order(self) -> None:
-        """The next one."""
+        """Lists the groups in the next order."""
         self._order = ORDERS[(ORDERS.index(self._order) + 1) % len(ORDERS)]
         self._list_groups()
 
     def action_failed(self) -> None:
-        """Only groups with a completion that failed, or all again."""
+        """Lists only groups with a failed completion, or all groups again."""
         self._failed = not self._failed
         self._list_groups()
 
@@ -352,7 +345,7 @@ def _cells(one: Listed) -> tuple[str, ...]:
 
 
 def show(run: Path) -> int:
-    """Shows the run until its user leaves. Exit code: 0; 1 without a terminal; 2 where there is nothing to show."""
+    """Shows the run until the user leaves. Returns the exit code: 0; 1 without a terminal; 2 with nothing to show."""
     try:
         read_run(run)
     except WrongInput as error:

@@ -1,17 +1,15 @@
-"""Which library multiplies float32 matrices on AMD's processors: settled when the learner's process starts, by trying
-both.
+"""Chooses the library that multiplies float32 matrices on AMD's processors, by trying both when the learner starts.
 
-torch's wheels hold two, MKL and oneDNN. MKL is the default, made for Intel's processors, and on AMD's the slower one by
-far: on Zen 5 115 GFLOP/s a core, where oneDNN does 260. On Intel's there is no trial: on a busy machine its noise chose
-oneDNN in one start of five, which compiled every shape anew (900 MB and half as much time again in the demo) and
-rounded otherwise than the start before.
+torch's wheels have two libraries, MKL and oneDNN. MKL, the default, is made for Intel's processors and much slower on
+AMD's: on Zen 5 it does 115 GFLOP/s per core, oneDNN 260. On Intel's processors there is no trial: on a busy machine its
+noise chose oneDNN in one start of five, which then compiled every shape anew (900 MB and half as much time again in the
+demo) and rounded differently from the start before.
 
-torch gives float32 products to oneDNN only where it is told that less than float32 will do. A processor without matrix
-units for bfloat16 computes in float32 all the same; one that has them may round. So one product is compared with
-float64, and the setting stays only if nothing was rounded and time is saved.
+torch uses oneDNN for float32 products only if it is told that less than float32 precision suffices. A processor without
+matrix units for bfloat16 still computes in float32, but one with such units may round. So a product is compared with
+float64, and the setting stays only if it is exact to float32 and faster.
 
-It holds for every product of the process: only learner.driver.roles calls this, for a process that is
-the learner's alone.
+The setting holds for every product of the process, so choose_library must be called only in a process that just trains.
 """
 
 import logging
@@ -27,15 +25,14 @@ log = logging.getLogger("learner")
 LESS = "bf16"  # torch.backends.mkldnn.matmul.fp32_precision: products may go to oneDNN
 ONEDNN = "oneDNN"
 EXACT = 1e-6  # relative norm of a product's error; float32 has 2e-7 to 5e-7, bfloat16 3e-3
-FASTER = 1.8  # on Zen 5 the gain is 2.2; a busy Zen 4 measured 1.0 to 1.6, which is noise
-SHAPE = 1024, 512, 1024  # rows, summed, columns: a small layer's products
+FASTER = 1.8  # least gain in speed: on Zen 5 it is 2.2; a busy Zen 4 measured 1.0 to 1.6, which is noise
+SHAPE = 1024, 512, 1024  # rows, summed dimension, columns: a product of a small layer
 TURNS = 5
 
 
 def choose_library() -> bool:
-    """True if float32 products go to oneDNN from now on; else the setting is as it was. A line in the log says which.
-
-    About 0.1 s of one core.
+    """Tries both libraries and returns whether oneDNN computes float32 products from now on; otherwise the setting
+    stays as it was. A line in the log says which. It takes about 0.1 s of a core.
     """
     library: Any = torch.backends.mkldnn
     if not _made_by_amd() or not library.is_available():
@@ -47,10 +44,10 @@ def choose_library() -> bool:
     a, b = torch.randn(rows, summed, generator=generator), torch.randn(summed, columns, generator=generator)
     seconds: dict[str, list[float]] = {before: [], LESS: []}
     try:
-        for _ in range(TURNS):  # in turns, since other processes start beside this one
+        for _ in range(TURNS):  # the libraries take turns, since other processes start at the same time
             for way, taken in seconds.items():
                 setting.fp32_precision = way
-                started = time.process_time()  # on a busy machine wall time is noise, and the choice would be, too
+                started = time.process_time()  # wall time would be noise on a busy machine
                 product = a @ b
                 taken.append(time.process_time() - started)
         error = _error(product, a, b)
@@ -68,13 +65,14 @@ def choose_library() -> bool:
 
 
 def library() -> str:
-    """Which one it is: oneDNN, or default."""
+    """Returns the library of float32 products in this process: oneDNN, or default."""
     backend: Any = torch.backends.mkldnn
     return ONEDNN if backend.matmul.fp32_precision == LESS else "default"
 
 
 def use_library(name: str) -> None:
-    """Without a trial: the one that `library` named in the process whose steps go on or are replayed."""
+    """Sets the library without a trial. name: what `library` returned in a process whose steps are continued or
+    replayed."""
     backend: Any = torch.backends.mkldnn
     backend.matmul.fp32_precision = LESS if name == ONEDNN else "none"
 

@@ -1,7 +1,6 @@
-"""A user's own surrogate objective, tried on a few tokens before anything expensive starts.
-
-A process of its own (learner.driver.input_checks): a configuration as JSON on stdin, a list of sentences as the last
-line on stdout.
+"""Tries a user's own surrogate objective on a few tokens before anything expensive starts. learner.driver.input_checks
+runs this module as a process, which reads a configuration as JSON on stdin and prints a list of sentences as its last
+line.
 """
 
 import json
@@ -14,7 +13,7 @@ from learner.config import RunConfig
 
 
 def wrong_with(loss: LossConfig) -> list[str]:
-    """What is wrong with it, in one sentence; empty if nothing is."""
+    """Returns a sentence on what is wrong with the surrogate objective; an empty list if nothing is."""
     try:
         try_surrogate(loss)
     except WrongInput as error:

@@ -1,4 +1,6 @@
-"""The learner's memory within a step: a token budget that gives way when memory runs out, and a limit that is kept."""
+"""The learner's memory within a step: a token budget that is halved when memory runs out (TokenBudget), and a limit on
+the learner's bytes (MemoryLimit).
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ log = logging.getLogger("learner")
 
 
 class Pass(Protocol):
-    """A micro-batch of any kind."""
+    """What TokenBudget needs of a micro-batch; see learner.batch.micro_batch.MicroBatch for the two members."""
 
     @property
     def ids(self) -> Tensor: ...
@@ -28,7 +30,7 @@ class Pass(Protocol):
 T = TypeVar("T")
 B = TypeVar("B", bound=Pass)
 
-WARN_AT = 0.9  # of the limit
+WARN_AT = 0.9  # share of the limit from which a warning is logged
 
 
 class OutOfMemory(RuntimeError):
@@ -37,10 +39,12 @@ class OutOfMemory(RuntimeError):
 
 
 class TokenBudget:
-    """Tokens of a micro-batch; halved, for the rest of the run, whenever the device's memory runs out on any rank.
+    """The most tokens of a micro-batch. Whenever memory runs out on any rank, it is halved for the rest of the run.
 
     Attributes:
-        tokens: the budget now. retries: times it was halved. peers: the ranks that share the work.
+        tokens: the present budget.
+        retries: how often the budget was halved.
+        peers: the ranks that share the work.
     """
 
     def __init__(self, tokens: int, peers: Peers | None = None) -> None:
@@ -48,15 +52,16 @@ class TokenBudget:
         self.peers = peers or Alone()
 
     def run(self, plan: Callable[[int], Sequence[B]], work: Callable[[Sequence[B]], list[T]]) -> list[T]:
-        """What the work on plan(tokens) gives for each micro-batch, in their order; done again from the start with half
-        the budget as long as it runs out of memory. Each rank works on its share and gets the results of all.
+        """Runs `work` on the micro-batches plan(token budget), and returns its results in their order. Each rank works
+        on its share and gets the results of all ranks.
 
-        From the start, since the backward pass that broke off has added some of its gradients and not others. Plans
-        begin with their largest micro-batch, so a budget that is too large shows before much work is lost.
+        When memory runs out, the budget is halved and all micro-batches are computed again. They start from the
+        beginning since the backward pass that failed has added only some of its gradients. Plans begin with their
+        largest micro-batch, so a budget that is too large fails before much work is lost.
 
         Raises:
-            OutOfMemory: a micro-batch of one completion does not fit either; or memory ran out in a pass that all ranks
-                were in, since the base is in shards: the others wait within it, and cannot be told.
+            OutOfMemory: a micro-batch of one completion does not fit; or memory ran out while the base is sharded: the
+                other ranks then wait within the same pass, and cannot be told to start again.
         """
         while True:
             batches = plan(self.tokens)
@@ -74,7 +79,7 @@ class TokenBudget:
                     f"({reason}), and with memory.layout=sharded no step is taken again; set it below {self.tokens}, "
                     "or learner.checkpointing=full"
                 )
-            # Only here, after the exception and with it the frames that hold the broken graph are gone.
+            # This is done after the except block, when the exception's frames, which hold the failed graph, are freed.
             reasons, results = zip(*self.peers.gather((reason, done)), strict=True)
             if not any(reasons):
                 of_place = {
@@ -83,12 +88,13 @@ class TokenBudget:
                     for place, result in zip(own, given, strict=True)
                 }
                 return [of_place[place] for place in range(len(batches))]
-            torch.cuda.empty_cache()  # nothing happens without CUDA
+            torch.cuda.empty_cache()  # does nothing without CUDA
             self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=next(filter(None, reasons)))
 
     def _idle(self, batches: Sequence[B], places: Sequence[Sequence[int]]) -> list[B]:
-        """What this rank takes beside its own micro-batches so that all have as many passes, where they must: copies
-        of the smallest, with which plans end."""
+        """Returns idle copies that this rank computes after its own micro-batches, so that all ranks have the same
+        number of passes, which a sharded base requires. They are copies of the smallest micro-batch, the plan's
+        last."""
         if not self.peers.sharded:
             return []
         missing = max(map(len, places)) - len(places[self.peers.rank])
@@ -118,7 +124,7 @@ def _largest(batches: Sequence[Pass]) -> int:
 
 
 def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows:
-    """`count` completions of one prompt, all of the given lengths in tokens; which tokens does not matter."""
+    """Returns `count` completions of one prompt, with the given lengths in tokens; all token ids are 0."""
     tokens = np.zeros(count * completion_length, np.int32)
     return Rows(
         rewards=[np.zeros(count)],
@@ -132,31 +138,33 @@ def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows
 
 
 def device_of(name: str) -> torch.device:
-    """A card by its number: what sets a limit for the allocator takes no other."""
+    """Returns the torch device; a CUDA device gets an index, without which no limit can be set for its allocator."""
     device = torch.device(name)
     unnumbered = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
 
 
 class MemoryLimit:
-    """The bytes that the learner may hold; None: as many as there are.
+    """The limit on the bytes that the learner may hold.
 
-    On CUDA it is the cap of torch's allocator, which raises torch.OutOfMemoryError beyond it: weights, adapters,
-    states and activations, but not the CUDA context (about 0.5 GB). On a CPU nothing can be refused in advance: the
-    growth of the process's highest resident set since this object was made is compared with it by `check`.
-    A card that has less free than the limit when this object is made lowers it: the generators took more than planned.
+    On CUDA the limit is the cap of torch's allocator, which raises torch.OutOfMemoryError beyond it. It counts weights,
+    adapters, optimizer states and activations, but not the CUDA context (about 0.5 GB). On a CPU no allocation can be
+    refused in advance, so `check` compares the limit with the growth of the process's highest resident set since this
+    object was made. If a GPU has less memory free than the limit, since the generators took more than planned, the
+    limit is lowered to that.
 
-    mapped: bytes of the generator's base (memory.layout: shared). They are no part of what the learner may hold.
-    torch's allocator does not count them; a CPU's resident set does, hence they are taken off.
+    limit: bytes; None: there is no limit.
+    mapped: bytes of the mapped base of the generator (memory.layout: shared), which do not count as the learner's.
+        torch's allocator does not count them; a CPU's resident set does, so they are subtracted from it.
 
     Raises:
-        ValueError: more than the device has.
+        ValueError: the limit is more than the device has.
     """
 
     def __init__(self, limit: int | None, device: torch.device, mapped: int = 0) -> None:
         self._limit, self._device, self._mapped = limit, device, mapped
         self._warned = False
-        self._start = peak_resident() - mapped  # which has been read by now, to be compared with the generator's
+        self._start = peak_resident() - mapped  # the mapped base is resident by now: MappedBase has read all of it
         if limit is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             if limit > total:
@@ -176,19 +184,20 @@ class MemoryLimit:
             torch.cuda.set_per_process_memory_fraction(self._limit / total, device)
 
     def start_step(self) -> None:
-        """Peaks are counted from here (on CUDA; a CPU knows the peak of the whole process only)."""
+        """Begins a new peak on CUDA. On a CPU only the peak since the process's start is known."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Bytes: on CUDA the allocator's peak in this step, else the process's highest resident set so far, without
-        what is mapped."""
+        """Returns bytes: on CUDA the allocator's peak in this step, on a CPU the process's highest resident set so far
+        without the mapped base."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return peak_resident() - self._mapped
 
     def check(self) -> None:
-        """To be called after a step: warns once from 90 % on; raises OutOfMemory beyond the limit."""
+        """Compares the peak with the limit; call it after a step. It warns once from 90 % of the limit on, and raises
+        OutOfMemory beyond the limit."""
         if self._limit is None:
             return
         used = self.peak() - (0 if self._device.type == "cuda" else self._start)

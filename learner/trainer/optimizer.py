@@ -1,4 +1,6 @@
-"""The update: AdamW or its 8-bit forms, the learning rate of each step, and float16's loss scale."""
+"""The optimizer step: sums of gradients over micro-batches and ranks (GradientSums), then AdamW or its 8-bit forms on
+float32 masters (Updater) or on bfloat16 weights (RoundedUpdater), with clipping and float16's loss scale.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,39 +13,38 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from cluster.memory.shape import STATE_BYTES
 from learner.config.settings import LearnerConfig, OptimizerConfig
 
-# The gradient of a step as the sum of those of its micro-batches, on whichever ranks they were computed.
+# Exact sums. A float32 sum depends on the order of its terms, so on the number of ranks and on which rank had which
+# micro-batch. The sums of ExactSums do not: every number is split into two parts on fixed grids, and each part is
+# summed without any rounding.
 #
-# Float32 sums depend on their order, hence on the number of ranks and on who had which micro-batch. The exact sums here
-# do not: every number is cut into two parts on fixed grids, and each part is summed without any rounding.
+# The high part h of a float32 number x, |x| < 2^24, is x rounded to a multiple of 2^-14; the low part l is x - h
+# rounded to a multiple of 2^-53. In float64, with its 53 bits, all operations on them are exact:
 #
-# Of a float32 number x, |x| < 2^24, the high part h is x rounded to a multiple of 2^-14, and the low part l is x - h
-# rounded to a multiple of 2^-53. In float64, with its 53 bits, all of it is exact:
-#
-# - h: adding 1.5 * 2^38 gives a number between 2^38 and 2^39, whose neighbours are 2^-14 apart, so the addition rounds
-# to
-#   that grid, and the subtraction that follows is of two multiples of 2^-14 and loses nothing.
-# - x - h: 0 if x is on the grid, x if it is below 2^-15; else at most 2^-15, and a multiple of x's last bit, 2^-38 at
-#   the least.
-# - l: likewise by 0.75: what comes out lies between 1/2 and 1, whose neighbours are 2^-53 apart.
-# - A sum of up to 2^15 high parts is a multiple of 2^-14 up to 2^39, one of low parts a multiple of 2^-53 up to 1: 53
-#   bits each. So are all sums of some of them, whatever the order: no addition rounds, on any device or by any
+# - h: adding 1.5 * 2^38 gives a number between 2^38 and 2^39, where float64 numbers are 2^-14 apart, so the addition
+#   rounds to that grid. The subtraction that follows has two multiples of 2^-14 and loses nothing.
+# - x - h is 0 if x is on the grid, and x if |x| is below 2^-15; else it is at most 2^-15, and a multiple of x's last
+#   bit, which is at least 2^-38.
+# - l: adding 0.75 gives a number between 1/2 and 1, where float64 numbers are 2^-53 apart; the rest is as for h.
+# - A sum of up to 2^15 high parts is a multiple of 2^-14 up to 2^39, and a sum of low parts a multiple of 2^-53 up to
+#   1: each fits 53 bits. So do all partial sums, whatever the order: no addition rounds, on any device or in any
 #   all-reduce.
 #
-# What is lost: x beyond 2^-53, 1e-16, which no number from 2e-9 on has, and which AdamW's epsilon of 1e-8 buries. The
-# sum of both parts is rounded to float32 once. A number that is not finite, or not below 2^24, makes the whole sum nan,
-# on every rank.
-
-# The ranks among which the micro-batches of a step are divided, as one of them sees the others.
+# Only the bits of x below 2^-53 (1e-16) are lost. Numbers from 2e-9 on have no such bits, and AdamW's epsilon of 1e-8
+# outweighs them. The sum of both parts is rounded to float32 once. A number that is not finite, or not below 2^24,
+# makes the whole sum nan on every rank.
 
 T = TypeVar("T")
 
 
 class Peers(Protocol):
-    """All ranks call the same methods in the same order; each call waits for the others.
+    """The ranks among which the micro-batches of a step are divided, from the point of view of one rank.
+
+    The methods are collective: all ranks call them in the same order, and each call waits for the others.
 
     Attributes:
-        rank: this one, from 0. count: of all. sharded: whether the base is divided among them, so that every pass of
-            one is one of all.
+        rank: number of this rank, from 0.
+        count: number of all ranks.
+        sharded: whether the base is divided among the ranks, so that all ranks must run every forward pass together.
     """
 
     rank: int
@@ -51,70 +52,73 @@ class Peers(Protocol):
     sharded: bool
 
     def sum(self, values: Tensor) -> None:
-        """In place: the sum of what all ranks give, in an order that nobody knows."""
+        """Sets `values` to the sum over all ranks; the order of the additions is not defined."""
 
     def gather(self, own: T) -> list[T]:
-        """What each rank gives, by rank: plain values and tensors only. From several ranks come lists for tuples, and
-        tensors in main memory."""
+        """Returns what each rank gives, by rank: plain values and tensors only. With several ranks tuples come back as
+        lists, and tensors in main memory."""
 
 
 class Alone(Peers):
-    """A learner of one process."""
+    """The Peers of a learner of one process."""
 
     rank = 0
     count = 1
     sharded = False
 
     def sum(self, values: Tensor) -> None:
-        """They are the sum."""
+        """Does nothing: with one rank the values are their sum."""
 
     def gather(self, own: T) -> list[T]:
         return [own]
 
 
-HIGH, LOW = 1.5 * 2.0**38, 0.75  # added and taken off again, they round to their grids
+HIGH, LOW = 1.5 * 2.0**38, 0.75  # adding and subtracting them rounds to the grids of high and low parts
 LIMIT = 2.0**24
-ON_CPU, ON_CARD = 2**17, 2**22  # numbers at a time: what a core's cache holds; what keeps a card busy
+ON_CPU, ON_CARD = 2**17, 2**22  # numbers summed at a time: as many as a core's cache holds, or as keep a GPU busy
 
-LEAST_ON_CPU, LEAST_ON_CARD = 512, 4096  # tokens of a micro-batch that keep it busy
+LEAST_ON_CPU, LEAST_ON_CARD = 512, 4096  # least tokens of a micro-batch that keep a CPU or a GPU busy
 
 
 class GradientSums(Protocol):
-    """clear, then add after each micro-batch, whose gradient the weights hold; then finish, on all ranks together."""
+    """The sum of the gradients of a step's micro-batches over all ranks.
+
+    Use: `clear`; `add` after the backward pass of each micro-batch; then `finish`, on all ranks together.
+    """
 
     def clear(self) -> None:
-        """Forgets what was added."""
+        """Sets the sums to zero."""
 
     def add(self) -> None:
-        """Takes the gradient of a micro-batch from the weights."""
+        """Adds the gradient of a micro-batch, which is in `grad` of the weights."""
 
     def finish(self) -> None:
-        """Gives the weights the sum over all ranks."""
+        """Sets `grad` of the weights to the sum over all ranks."""
 
 
 class FloatSums(GradientSums):
-    """In float32, where the weights themselves keep them, in the order of the micro-batches and then of the ranks."""
+    """Sums in float32, accumulated in `grad` of the weights: over the micro-batches of a rank, then over the ranks."""
 
     def __init__(self, weights: Iterable[Tensor], peers: Peers) -> None:
         self._weights, self._peers = list(weights), peers
 
     def clear(self) -> None:
-        """Whoever takes the micro-batches clears the weights."""
+        """Does nothing: the caller clears the weights' gradients."""
 
     def add(self) -> None:
-        """The next gradient is added to it."""
+        """Does nothing: autograd adds the next gradient to `grad`."""
 
     def finish(self) -> None:
         if self._peers.count == 1 or not self._weights:
             return
         parts = [_gradient(weight).flatten() for weight in self._weights]
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # a tied embedding is large
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # a single weight, perhaps large, is not copied
         self._peers.sum(flat)
         _give(self._weights, flat)
 
 
 class _Block(NamedTuple):
-    """Weights whose gradients are added at once, as [start, stop) of all."""
+    """Weights whose gradients are added at once; they are the numbers [start, stop) of all weights."""
 
     weights: Sequence[Tensor]
     start: int
@@ -122,7 +126,8 @@ class _Block(NamedTuple):
 
 
 class ExactSums(GradientSums):
-    """In two float64 parts, of 8 bytes a weight each; any order and division gives the same bits."""
+    """Exact sums, in two float64 parts of 8 bytes per weight each. The result has the same bits whatever the order of
+    the micro-batches and however they are divided among ranks."""
 
     def __init__(self, weights: Iterable[Tensor], peers: Peers) -> None:
         self._weights, self._peers = list(weights), peers
@@ -131,7 +136,7 @@ class ExactSums(GradientSums):
         self._size = self._blocks[-1].stop
         widest = max(block.stop - block.start for block in self._blocks)
         self._scratch = torch.empty(2, widest, dtype=torch.float64, device=device)
-        # High parts, low parts, and how many blocks had a number that is none of them.
+        # The sums of high parts, those of low parts, and the number of blocks that held a number beyond LIMIT or nan.
         self._sums = torch.zeros(2 * self._size + 1, dtype=torch.float64, device=device)
 
     def clear(self) -> None:
@@ -144,7 +149,7 @@ class ExactSums(GradientSums):
             torch.cat([_gradient(weight).flatten() for weight in weights], out=rest)
             torch.add(rest, HIGH, out=part).sub_(HIGH)
             least, most = part.aminmax()
-            self._sums[-1] += ~((least > -LIMIT) & (most < LIMIT))  # a nan is neither
+            self._sums[-1] += ~((least > -LIMIT) & (most < LIMIT))  # written so that nan counts, too
             self._sums[start:stop] += part
             rest.sub_(part).add_(LOW).sub_(LOW)
             self._sums[self._size + start : self._size + stop] += rest
@@ -163,29 +168,30 @@ class ExactSums(GradientSums):
 
 
 def rounded_sum(a: Tensor, b: Tensor) -> Tensor:
-    """float32 nearest to a + b of float64 numbers, ties to even.
+    """Returns the float32 number nearest to the exact a + b of float64 numbers, ties to even.
 
-    Rounded to float64 first, a sum may come to lie in the middle of two float32 numbers and fall to the wrong side. So
-    it is rounded to odd (Boldo and Melquiond 2008): of the two neighbours of a sum that is none, the one whose last bit
-    is 1, which is never such a middle. Knuth's two-sum tells on which side the sum lies.
+    A sum that is rounded to float64 first may land in the middle between two float32 numbers and then be rounded to the
+    wrong side. So it is rounded to odd (Boldo and Melquiond 2008): an inexact sum becomes the neighbouring float64
+    number whose last bit is 1, which is never such a middle. Knuth's two-sum gives the error of the float64 sum.
     """
     total = a + b
     other = total - a
     error = (a - (total - other)) + (b - other)
     bits = total.view(torch.int64)
-    outwards = torch.where((error > 0) == (total > 0), 1, -1)  # bits count away from 0
+    outwards = torch.where((error > 0) == (total > 0), 1, -1)  # adding 1 to the bits moves a number away from 0
     odd = torch.where((error != 0) & (bits & 1 == 0), bits + outwards, bits)
     return odd.view(torch.float64).float()
 
 
 def gradient_sums(weights: Iterable[Tensor], config: LearnerConfig, peers: Peers) -> GradientSums:
-    """By learner.reduce; `auto` has been settled for a run (Settings.settled_learner), and is else that of one rank."""
+    """Returns the sums that learner.reduce names. A run replaces `auto` before (Settings.settled_learner); elsewhere
+    `auto` means float32 sums."""
     return ExactSums(weights, peers) if config.reduce == "exact" else FloatSums(weights, peers)
 
 
 def least_tokens(config: LearnerConfig, peers: Peers, device: torch.device) -> int | None:
-    """Of a micro-batch where they are made for several ranks; None where not. With exact sums those of one rank are, so
-    that it computes what several do."""
+    """Returns the least tokens of a micro-batch where a batch is divided for several ranks; None where it is not. With
+    exact sums one rank divides the batch, too, so that it computes what several ranks do."""
     if config.reduce != "exact" and peers.count == 1:
         return None
     return LEAST_ON_CARD if device.type == "cuda" else LEAST_ON_CPU
@@ -201,7 +207,7 @@ def _give(weights: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def _blocks(weights: Sequence[Tensor], most: int) -> list[_Block]:
-    """Neighbours of together at most so many numbers, or one weight that has more."""
+    """Joins neighbouring weights into blocks of at most `most` numbers; a larger weight is a block by itself."""
     blocks: list[_Block] = []
     for weight in weights:
         last = blocks[-1] if blocks else _Block([], 0, 0)
@@ -213,15 +219,16 @@ def _blocks(weights: Sequence[Tensor], most: int) -> list[_Block]:
     return blocks
 
 
-# Half of torch's first guess, which the gradient of a small batch overflows.
+# FIRST_LOSS_SCALE is half of torch's default, with which the gradient of a small batch overflows.
 FIRST_LOSS_SCALE = 2.0**15
-STATES = ("state1", "state2")  # of bitsandbytes, a byte for each weight
+STATES = ("state1", "state2")  # names of bitsandbytes' optimizer states of a byte for each weight
 
 
 class Updater:
-    """Optimizer and loss scale over float32 weights whose gradients, of the scaled loss, are in `weight.grad`.
+    """Optimizer, clipping and loss scale for float32 weights. Their `grad` holds the gradient of the scaled loss.
 
-    norm: of all gradients together, where these are not all there is (learner.trainer.trainer).
+    norm: returns the norm of all gradients, where these weights are only a rank's shards of them
+        (learner.trainer.trainer.DividedNorm); None: the norm is that of these weights' gradients.
     """
 
     def __init__(
@@ -237,20 +244,21 @@ class Updater:
         self._norm = norm or self._own_norm
         self._config = config
         self._optimizer = build_optimizer(self._weights, config.optimizer, device)
-        # float16 gradients below 6e-8 would be 0, so the loss is scaled up and the float32 gradients down again.
+        # float16 gradients below 6e-8 would be 0, so the loss is scaled up, and the float32 gradients are scaled down.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=FIRST_LOSS_SCALE, enabled=dtype == "float16")
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The one of all weights."""
+        """The optimizers: a single one for all weights."""
         return [self._optimizer]
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Returns the loss, or its gradient, multiplied by the loss scale: what backward must be called with."""
         return self._scaler.scale(loss)
 
     def step(self, learning_rate: float, *, loss_is_finite: bool) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether the weights were updated): not if loss or norm is not finite."""
+        """Updates the weights unless loss or gradient norm is not finite. Returns (gradient norm before clipping,
+        whether the weights were updated)."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._scaler.unscale_(self._optimizer)
@@ -267,18 +275,19 @@ class Updater:
         return get_total_norm([weight.grad for weight in self._weights if weight.grad is not None])
 
     def missing_state_bytes(self) -> int:
-        """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""
+        """Returns the bytes of optimizer states that the first update will allocate on the device; 0 once they
+        exist."""
         if self._optimizer.state:
             return 0
         return STATE_BYTES[self._config.optimizer.kind] * sum(weight.numel() for weight in self._weights)
 
     @property
     def may_overflow(self) -> bool:
-        """True while the loss scale, not the model, may be to blame for a gradient that is not finite."""
+        """Whether the loss scale, not the model, may be to blame for a gradient that is not finite."""
         return self._scaler.is_enabled() and self._scaler.get_scale() > 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+        """Returns tensors and plain values only, which torch.load(weights_only=True) reads."""
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -288,10 +297,12 @@ class Updater:
 
 
 def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW (1711.05101), or bitsandbytes' AdamW with 8-bit block-wise states (2110.02861); both run on CPU and CUDA.
+    """Returns AdamW (1711.05101), or bitsandbytes' AdamW with 8-bit block-wise states (2110.02861); both run on CPU and
+    CUDA.
 
-    The paged kind keeps its states in CUDA's unified memory, which moves to the host when the device is full.
-    Matrices decay; norms and biases, which have one dimension, do not. The learning rate is set before each step.
+    The paged kind keeps its states in CUDA's unified memory, which moves to the host when the device is full. Weight
+    decay applies to matrices, not to norms and biases, which have one dimension. The caller sets the learning rate
+    before each step.
 
     Raises:
         ValueError: the paged kind without CUDA.
@@ -306,14 +317,14 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
         if own
     ]
     if config.kind in ("adamw", "adamw_rounded"):
-        # Fused: the same numbers to float32's rounding, without foreach's temporaries of 4 bytes per weight. It refuses
-        # the meta device (learner.tools.meta_run).
+        # The fused kind has the same result up to float32 rounding, without foreach's temporaries of 4 bytes per
+        # weight. It refuses the meta device, which learner.tools.meta_run uses.
         return torch.optim.AdamW(groups, fused=device.type != "meta", **settings)
     if config.kind == "paged_adamw_8bit" and device.type != "cuda":
         raise ValueError(
             f"learner.optimizer.kind: paged_adamw_8bit needs CUDA's unified memory, got device {device}; set adamw_8bit"
         )
-    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit  # here: slow to import, and few runs use it
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit  # imported here: it is slow, and few runs use it
 
     kind: Any = PagedAdamW8bit if config.kind == "paged_adamw_8bit" else AdamW8bit
     optimizer: torch.optim.Optimizer = kind(groups, **settings)
@@ -321,10 +332,11 @@ def build_optimizer(weights: Sequence[Tensor], config: OptimizerConfig, device: 
 
 
 def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The moments of `state`; betas and decay stay this optimizer's own, which a resumed run may have changed.
+    """Loads the moments from `state`. Betas and weight decay stay as they are in this optimizer, since a resumed run
+    may have changed them.
 
     Raises:
-        ValueError: it is of an optimizer with other groups of weights.
+        ValueError: `state` is of an optimizer with other groups of weights.
     """
     own = [dict(group) for group in optimizer.param_groups]
     paged = {"move_to_device": False} if getattr(optimizer, "is_paged", False) else {}
@@ -343,8 +355,8 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def _into_pages(optimizer: Any) -> None:
-    """The states that were read into main memory go where the optimizer makes those of a first step: the large ones
-    into unified memory, for which a card that the run was planned for has no other room."""
+    """Moves states that were read into main memory to where a first step would allocate them: large ones go into
+    unified memory, since the device, for which the run was planned, has no room for them."""
     for weight, states in optimizer.state.items():
         for name, value in states.items():
             if name in STATES:
@@ -354,41 +366,40 @@ def _into_pages(optimizer: Any) -> None:
                 states[name] = value.to(weight.device)
 
 
-# The update of bfloat16 weights that have no float32 masters: a whole model at 12 bytes per weight, or at 6.
+# The update of bfloat16 weights without float32 masters: a whole model at 12 bytes per weight, or at 6.
 #
-# learner.mode full with adamw_rounded: 2 bytes for the weight, 2 for its gradient, 8 for AdamW's two float32 states;
-# with an 8-bit optimizer the states take 2. Float32 masters and their gradients would be another 8. An update of 1e-6
-# is lost when it is rounded to the nearest bfloat16 (2^-8 of the weight apart), so it is rounded up or down at random,
-# with the chances that make the mean exact (Gupta et al. 2015, 1502.02551; bfloat16 training without masters:
-# 2010.06192). One weight at a time is float32 for the length of its update, and its gradient is given back right after
-# it; none is given back before the norm of all of them is known, which their clip needs. What this costs: noise below
-# the step from one bfloat16 to the next, and gradients summed in bfloat16.
+# learner.mode full with adamw_rounded takes 2 bytes for the weight, 2 for its gradient and 8 for AdamW's two float32
+# states; with an 8-bit optimizer the states take 2. Float32 masters and their gradients would take another 8. An update
+# of 1e-6 would be lost in rounding to the nearest bfloat16 (2^-8 of the weight apart), so the sum is rounded up or down
+# at random, with probabilities that make the mean exact (Gupta et al. 2015, 1502.02551; bfloat16 training without
+# masters: 2010.06192). Each weight is float32 only during its update, and its gradient is freed right after that; no
+# gradient is freed earlier, since clipping needs the norm of all. The cost is noise smaller than the distance of
+# neighbouring bfloat16 numbers, and gradients that are summed in bfloat16.
 
 
 class RoundedUpdater:
-    """Updater's part for bfloat16 weights whose gradients are in `weight.grad`; an optimizer for each."""
+    """Does what Updater does for bfloat16 weights without float32 masters, with stochastic rounding and an optimizer
+    for each weight. The gradients are in `grad` of the weights."""
 
-    may_overflow = False  # bfloat16 has float32's range: no loss scale
+    may_overflow = False  # bfloat16 has float32's range, so there is no loss scale
 
     def __init__(self, weights: Sequence[Tensor], config: LearnerConfig, device: torch.device) -> None:
         self._weights, self._config = list(weights), config
         self._optimizers = [build_optimizer([weight], config.optimizer, device) for weight in self._weights]
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on: itself."""
+        """Returns the loss unchanged: there is no loss scale."""
         return loss
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """One for each weight."""
+        """The optimizers, one for each weight."""
         return self._optimizers
 
     @torch.no_grad()
     def step(self, learning_rate: float, *, loss_is_finite: bool) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether the weights were updated): not if loss or norm is not finite.
-
-        The gradients are used up.
-        """
+        """Updates the weights unless loss or gradient norm is not finite, and frees the gradients. Returns (gradient
+        norm before clipping, whether the weights were updated)."""
         norms = [torch.linalg.vector_norm(w.grad, dtype=torch.float32) for w in self._weights if w.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         if not (loss_is_finite and math.isfinite(norm)):
@@ -399,7 +410,7 @@ class RoundedUpdater:
                 continue
             optimizer.param_groups[0]["lr"] = learning_rate
             gradient = weight.grad.float().mul_(share)
-            weight.grad = None  # given back before the weight grows; and a gradient must be of its weight's type
+            weight.grad = None  # freed before the weight becomes float32; torch refuses a gradient of another dtype
             weight.data = weight.data.float()
             weight.grad = gradient
             optimizer.step()
@@ -409,27 +420,30 @@ class RoundedUpdater:
         return norm, True
 
     def missing_state_bytes(self) -> int:
-        """Bytes of the states that the first update will allocate; 0 after it, and for states outside of the device."""
+        """Returns the bytes of optimizer states that the first update will allocate on the device; 0 once they
+        exist."""
         if any(o.state for o in self._optimizers):
             return 0
         return STATE_BYTES[self._config.optimizer.kind] * sum(weight.numel() for weight in self._weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+        """Returns tensors and plain values only, which torch.load(weights_only=True) reads."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for weight, optimizer, one in zip(self._weights, self._optimizers, state["optimizers"], strict=True):
             own = weight.data
-            weight.data = own.float()  # as when the states were made: torch gives them the type of their weight
+            weight.data = own.float()  # torch gives loaded states the dtype of the weight, and they must be float32
             restore(optimizer, one)
             weight.data = own
 
 
 def rounded(values: Tensor) -> Tensor:
-    """float32 -> bfloat16, up or down at random so that the mean is `values`; by torch's own generator of the device.
+    """Rounds float32 to bfloat16, up or down at random so that the mean is `values`. The random numbers come from
+    torch's default generator of the device.
 
-    bfloat16 is the upper half of a float32: 16 random bits are added to the lower half, which is then cut off.
+    A bfloat16 number is the upper half of a float32 number, so 16 random bits are added to the lower half, which is
+    then cut off.
     """
     bits = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
     bits.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16))
@@ -447,12 +461,13 @@ def updater_for(
     device: torch.device,
     norm: Callable[[], Tensor] | None = None,
 ) -> AnyUpdater:
-    """The updater of float32 masters (see Updater), or of bfloat16 weights without."""
+    """Returns the updater for the weights: RoundedUpdater for bfloat16 weights without masters, else Updater."""
     if any(weight.dtype == torch.bfloat16 for weight in weights):
         return RoundedUpdater(weights, config, device)
     return Updater(weights, config, dtype=dtype, device=device, norm=norm)
 
 
 def wants_masters(config: LearnerConfig) -> bool:
-    """False where a whole model is to take less: float32 masters and their gradients are 8 bytes per weight."""
+    """Whether the trained weights have float32 masters. A whole model has them only with the optimizer adamw, since
+    masters and their gradients take 8 bytes per weight."""
     return config.mode == "lora" or config.optimizer.kind == "adamw"

@@ -1,6 +1,6 @@
-"""What may be asked of the learner's process: the methods that cluster.actor.Actor.call takes at that border.
+"""The interface of the learner's process: the methods that the driver calls by way of cluster.actor.Actor.call.
 
-Imports no torch, so that the driver reads it.
+It imports no torch, since the driver imports it.
 """
 
 from pathlib import Path
@@ -15,10 +15,13 @@ from rollout.types import Manifest, PolicyId, SentPolicy, WeightsInFile
 
 
 class Arithmetic(NamedTuple):
-    """What the last bits of a step depend on, beside its settings and its rollouts.
+    """The software and hardware that a step is computed with. The last bits of its result depend on them, besides its
+    settings and its rollouts.
 
-    torch: its version. device: the processor's or the card's name. threads: that compute on a CPU. products: the
-    library of float32 matrix products on a CPU (learner.trainer.float32_products), default or oneDNN.
+    torch: version of torch.
+    device: name of the processor or the card.
+    threads: number of threads that compute on a CPU.
+    products: the library of float32 matrix products on a CPU (learner.trainer.float32_products), default or oneDNN.
     """
 
     torch: str
@@ -28,55 +31,59 @@ class Arithmetic(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What there is to say of a policy that goes out. seconds: that it took to build."""
+    """The identity of a policy that is sent to the generators, and the seconds that building its payload took."""
 
     policy_id: PolicyId
     seconds: float
 
 
 class TrainerService(Protocol):
-    """learner.trainer.trainer.Trainer is the one that trains."""
+    """What a learner's process offers. learner.trainer.trainer.Trainer implements it for a learner of one process."""
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
-        """Learns from the groups (tables of rollout.schema); the version grows by one, whatever happens.
+        """Learns from the groups (tables of rollout.schema). The policy version grows by one even if nothing was
+        learned.
 
-        It is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total and
-        loss/grad_norm are then means over them, loss/skipped_nonfinite their number. Samples without a reward are not
-        trained. Completions of groups without signal (all rewards equal) have gradient 0 unless beta > 0 and are
-        skipped without a change of the loss's denominators; if nothing is left, loss/trained_tokens is 0, the weights
-        stay and there is no policy/ metric.
+        A step is one optimizer step, or learner.updates_per_batch of them, each on its share of the groups; loss/total
+        and loss/grad_norm are then means over the optimizer steps. Completions without a reward are not trained on.
+        Completions of groups without signal (all rewards equal) have gradient 0 unless beta > 0, and are skipped
+        without a change of the loss's denominators; if nothing is left, loss/trained_tokens is 0, the weights stay as
+        they are, and there is no policy/ metric.
 
         Returns:
-            Metrics by name. policy/ ones are means or maxima over the trained tokens, mismatch_max_current over those
-            sampled by the present version, in nats; time/train in seconds; memory/learner_peak in bytes: on CUDA the
-            allocator's peak in this step, on CPU the highest resident set of the whole process since its start, without
-            a base that is mapped; memory/oom_retries counts how often this step was taken again with half the token
-            budget.
+            Metrics by name. policy/ metrics are means or maxima over the trained tokens; mismatch_max_current is over
+            the tokens that the present version sampled, in nats. loss/skipped_nonfinite is the number of optimizer
+            steps that were skipped. time/train is in seconds. memory/learner_peak is in bytes: on CUDA the allocator's
+            peak in this step, on a CPU the highest resident set of the process since its start, without a mapped base.
+            memory/oom_retries is how often this step was computed again with half the token budget.
 
         Raises:
             ValueError: the groups are malformed or have token ids beyond the vocabulary.
-            OutOfMemory: a micro-batch of one completion does not fit, or memory_bytes was exceeded on a CPU.
+            OutOfMemory: a micro-batch of one completion does not fit, or the learner's memory limit was exceeded.
             RuntimeError: loss or gradient was not finite in three steps in a row.
         """
 
     async def mismatch(self) -> pa.Array:
-        """Of the newest step, for people who look at the run: a list for each row of its groups, by how many nats the
-        logprob of each token with the policy that the step began with is above the sampler's. nan: the policy did not
-        sample the token. null: the row was not trained on, and its logprobs were not computed."""
+        """Returns the mismatch of the newest step's tokens, for people who look at the run: a list for each row of its
+        groups. A number is the token's logprob under the policy that the step began with minus the sampler's, in nats;
+        nan: the policy did not sample the token. A row that was not trained on is null instead of a list."""
 
     async def score(self, groups: list[pa.Table]) -> list[list[float]]:
-        """What each reward model on the base (`rewards` with `use: adapter:...`) says of each row of the groups, in
-        their order; not finite where its hidden states are not. Prompt and completion are read as they are, special
-        tokens included, and the last token that is not padding counts, as in transformers' sequence classification.
+        """Returns for each reward model on the base (`rewards` with `use: adapter:...`) its score of each row of the
+        groups, in their order. A score is not finite where the hidden states are not. Prompt and completion are read
+        with their special tokens, and the score is that of the last token that is not padding, as in transformers'
+        sequence classification.
 
         Raises:
-            ValueError, OutOfMemory: as `step`.
+            ValueError, OutOfMemory: see `step`.
         """
 
     async def rehearse(self, prompt_length: int) -> dict[str, float]:
-        """The most that a step can ask for, once, and nothing of it kept: a micro-batch as large as the token budget
-        allows, of prompts of that length with completions of the greatest, forward and backward, beside room for the
-        optimizer's states. So a run that does not fit says so before its first step, not at its longest sample.
+        """Computes once the largest micro-batch that a step can have, and keeps nothing of it.
+
+        The micro-batch is as large as the token budget allows, of prompts of `prompt_length` tokens with completions of
+        the greatest length. It runs forward and backward, with memory allocated for the optimizer's states. So a run
+        that does not fit fails before its first step, not at its longest completion.
 
         Returns:
             memory/learner_peak in bytes, memory/oom_retries and memory/token_budget.
@@ -87,61 +94,61 @@ class TrainerService(Protocol):
 
     @stays_there
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
-        """The present policy, for the generators: it goes to them from here, not by way of the driver.
+        """Returns the present policy for the generators: the adapter, or whole weights with learner.push merged or
+        learner.mode full (learner.model.export.update_of). The driver gets a handle; generators read the payload from
+        this node.
 
-        The adapter, or weights with learner.push merged or learner.mode full (learner.model.export.update_of).
-
-        stays: whole weights stay in this process's memory, and what goes out is where they lie (rollout.weights);
-        all generators must be on this machine.
+        stays: whole weights stay in this process's memory, and the payload says where they lie (rollout.weights); all
+        generators must be on this machine.
         """
 
     async def empty_weights(self) -> WeightsInFile:
-        """As those of `outgoing` with `stays`, without a tensor: what generators try to map."""
+        """Returns a payload as that of `outgoing` with `stays`, but without tensors: a trial whether generators can map
+        this process's memory."""
 
     async def probe(self, token_ids: list[int]) -> Answer:
-        """What the present policy says of the tokens, and what a generator that has it holds.
-
-        [len - 1] float32, nats: logprob of token i + 1 given tokens <= i, temperature 1.
+        """Returns the answer that a generator with the present policy must give to a probe of these tokens: the digests
+        of its tensors, and [len - 1] float32 nats, the logprob of token i + 1 given tokens <= i at temperature 1.
 
         Raises:
             ValueError: fewer than two tokens, or an id beyond the vocabulary.
         """
 
     async def arithmetic(self) -> Arithmetic:
-        """With what this process computes."""
+        """Returns the software and hardware with which this process computes."""
 
     async def detach_base(self) -> None:
-        """Lets go of the generator's base (memory.layout: shared), after the work that is under way; until attach_base,
-        what computes with it waits."""
+        """Unmaps the generator's base (memory.layout: shared) after the work that is under way. Work that computes with
+        the base waits until `attach_base` is called."""
 
     async def attach_base(self, manifest: Manifest) -> None:
-        """Takes the base of the generator that has come in the place of the one before.
+        """Maps the base of the generator that has replaced the previous one.
 
         Raises:
             WrongInput: it is another base, or cannot be mapped.
         """
 
     async def release_cache(self) -> None:
-        """Between two steps the device's free memory is others' (memory.layout: alternating)."""
+        """Gives the allocator's unused memory back to the device, which the generator uses between two steps
+        (memory.layout: alternating)."""
 
     async def pulse(self) -> float:
-        """A number that grows as long as a step gets on: micro-batches so far, and on a CPU, where one takes long,
-        seconds of computation (a thread that waits for a CUDA device computes, so there they would say nothing), and
-        seconds in which it waits for a generator to bring the base."""
+        """Returns a number that grows as long as a step makes progress: the micro-batches so far, plus the seconds of
+        waiting for a generator's base, plus on a CPU, where a micro-batch takes long, the CPU seconds of the work."""
 
     async def sees(self, file: Path) -> bool:
-        """Whether this process finds a file that another has made: on another node it may see another disk."""
+        """Whether this process finds a file that another process has made: on another node it may see another disk."""
 
     async def save(self, folder: Path) -> dict[str, Digest]:
-        """Everything that `load` needs to go on bit for bit, and what is published: the adapter in PEFT's format, or
-        the whole model in `model/`. The folder is made.
+        """Writes a checkpoint into the folder, which it creates: all that `load` needs to go on bit for bit, and the
+        adapter in PEFT's format, or the whole model in `model/`, for users.
 
-        Returns what was written, by path in the folder, so that the driver can tell whether it sees the same. Raises
-        WriteFailed if it cannot be written.
+        Returns the digests of the files by path in the folder, with which the driver checks that it sees the same
+        files. Raises WriteFailed if the checkpoint cannot be written.
         """
 
     async def load(self, folder: Path) -> None:
-        """What `save` wrote, random number generators included.
+        """Restores what `save` wrote, including the states of the random number generators.
 
         Raises:
             ValueError: the adapter is not one of this model and learner.lora.

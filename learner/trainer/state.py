@@ -1,4 +1,7 @@
-"""The learner's part of a checkpoint: weights in the form in which they are published, and its state beside them."""
+"""Writes and reads the learner's part of a checkpoint: the weights in a format that users can load, and the state of
+the trainer (optimizers, random number generators, version). `write` and `read` serve a learner whose weights are whole
+in one process, DividedState one whose trained weights are sharded over ranks.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,18 +32,22 @@ from rollout.data.model_files import WEIGHTS_FILE
 from rollout.weights import Source
 
 STATE_FILE = "trainer.pt"
-SHARDS = "shards"  # folder of a checkpoint of a model in shards
-POLICY = ""  # no name of a role
+SHARDS = "shards"  # folder in the checkpoint with sharded weights and moments
+POLICY = ""  # stands for the policy among the names of roles, none of which is empty
 
 
 def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dict[str, Digest]:
-    """The policy, in a folder of its own each further role that is trained, and a state of tensors and plain values;
-    `path` is the base model's. The folder is made.
+    """Writes a checkpoint into `folder`, which is created: the policy, each other trained role in a folder named after
+    it, and the state.
 
-    Returns what was written, by path in the folder.
+    Returns the digests of the files, by path in the folder.
+
+    Args:
+        path: name or folder of the base model, which goes into the adapter's configuration.
+        state: tensors and plain values.
 
     Raises:
-        WriteFailed: it cannot be written.
+        WriteFailed: the checkpoint cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,13 +57,14 @@ def write(folder: Path, policy: Policy, path: str, state: dict[str, Any]) -> dic
         save(state, folder / STATE_FILE)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' do not name the file
+    except (OSError, RuntimeError, SafetensorError) as error:  # errors of torch and safetensors do not name the file
         raise write_failed(folder, error, _bytes(policy, state)) from error
     return digests_in(folder)
 
 
 def save(state: dict[str, Any], file: Path) -> None:
-    """As torch.save, which of a path would tell nothing but that a position is unexpected where the disk is full."""
+    """Does what torch.save does, and raises WriteFailed. The file is opened here since torch.save, given a path,
+    reports a full disk only as an unexpected position."""
     try:
         with file.open("wb") as stream:
             torch.save(state, stream)
@@ -67,7 +75,7 @@ def save(state: dict[str, Any], file: Path) -> None:
 
 
 def _bytes(policy: Policy, state: dict[str, Any]) -> int:
-    """About what `write` writes."""
+    """Returns about how many bytes `write` writes."""
     weights = [
         *policy.masters.values(),
         *(weight for _, role in _trained(policy) for weight in _masters(role).named.values()),
@@ -85,8 +93,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def read(folder: Path, policy: Policy) -> dict[str, Any]:
-    """Sets the weights of policy and trained roles, and returns the state. Raises as learner.model.export.load_masters
-    does."""
+    """Sets the weights of the policy and of other trained roles from a checkpoint, and returns its state. Raises what
+    learner.model.export.load_masters raises."""
     state: dict[str, Any] = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
     export.load_masters(policy, folder)
     for name, role in _trained(policy):
@@ -95,7 +103,8 @@ def read(folder: Path, policy: Policy) -> dict[str, Any]:
 
 
 def weights_of(policy: Policy) -> dict[str, dict[str, Tensor]]:
-    """Copies in main memory of what `set_weights` needs: role -> name -> weight, the policy's role first."""
+    """Returns copies in main memory of all trained weights, for `set_weights`: role -> name -> weight, the policy's
+    role first."""
     own = {POLICY: policy.masters} | {name: _masters(role).named for name, role in _trained(policy)}
     return {
         role: {name: weight.detach().to("cpu", copy=True) for name, weight in named.items()}
@@ -104,7 +113,7 @@ def weights_of(policy: Policy) -> dict[str, dict[str, Tensor]]:
 
 
 def set_weights(policy: Policy, weights: dict[str, dict[str, Tensor]]) -> None:
-    """Sets those of policy and trained roles. Raises ValueError if they are another model's."""
+    """Sets the weights of the policy and of other trained roles. Raises ValueError if they are another model's."""
     policy.load(weights[POLICY])
     for name, role in _trained(policy):
         _masters(role).load(weights[name])
@@ -119,28 +128,32 @@ def _trained(policy: Policy) -> list[tuple[str, ScoredAdapter]]:
     return [(name, role) for name, role in policy.scored.items() if role.masters is not None]
 
 
-# The learner's part of a checkpoint where the trained weights are in shards (learner.model.sharded_base): torch's
-# distributed checkpoint. Each rank writes its rows of weights and moments, and reads those that are its own when the
-# run goes on, on however many ranks. The whole model for users is gathered weight by weight.
-#
-# 8-bit states are not rows: their blocks begin with each rank's own rows. So they go into a file of each rank, and as
-# many ranks must read them again (learner.driver.identity sees to it).
+# Checkpoints of sharded weights.
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
-EACH = {*MOMENTS, "step"}  # what its states are; bitsandbytes' are others
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the moments in torch's AdamW
+EACH = {*MOMENTS, "step"}  # names of all states of a weight in torch's AdamW; bitsandbytes has other names
 
 
 class DividedState:
-    """All ranks call the methods together; one process reads as well, without others."""
+    """Writes and reads a checkpoint whose trained weights are sharded (learner.model.sharded_base).
+
+    All ranks call the methods together; `read` also works in a single process. Weights and moments are in the format of
+    torch's distributed checkpoint: each rank writes its rows, and reads its rows again, for any number of ranks. The
+    whole model for users is gathered weight by weight.
+
+    8-bit optimizer states are blocks that begin with the first row of a rank, so they cannot be divided anew. They are
+    in one file per rank, and the same number of ranks must read them (learner.driver.identity checks it).
+    """
 
     def __init__(self, policy: Policy, optimizers: Sequence[torch.optim.Optimizer], peers: Peers) -> None:
         self._policy, self._trained, self._peers = policy, policy.trained, peers
         names = {id(weight): name for name, weight in policy.masters.items()}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._names = [names[id(weight)] for group in groups for weight in group["params"]]  # as they are numbered
+        # The names of the weights in the order of the optimizer's numbers.
+        self._names = [names[id(weight)] for group in groups for weight in group["params"]]
 
     def write(self, folder: Path, path: str, state: dict[str, Any]) -> dict[str, Digest]:
-        """As `write`; each rank tells of what it wrote itself."""
+        """Does what the function `write` does; each rank returns the digests of the files that it wrote."""
         first, states, tensors = self._peers.rank == 0, _states(state), self._weights()
         for number, own in states.items():
             tensors |= self._rows(number, own)
@@ -159,15 +172,15 @@ class DividedState:
         return {name: digest_of(folder / name) for name in self._own(folder)}
 
     def _own(self, folder: Path) -> list[str]:
-        """Files that this rank has written."""
+        """Returns the files that this rank has written, by path in the folder."""
         own = [folder / _file_of(self._peers.rank), *(folder / SHARDS).glob(f"shard-{self._peers.rank + 1:05d}-*")]
         model = (folder / MODEL).rglob("*") if self._peers.rank == 0 else ()
         return [file.relative_to(folder).as_posix() for file in (*own, *model) if file.is_file()]
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """Sets this rank's rows of the weights, and returns its state. From a checkpoint of one process, too.
+        """Sets this rank's rows of the weights, and returns its state. It also reads a checkpoint of whole weights.
 
-        ValueError: 8-bit states of another number of ranks. OSError: it cannot be read.
+        Raises ValueError for 8-bit states of another number of ranks, and OSError if a file cannot be read.
         """
         state = _load(folder / _file_of(0))
         if not (folder / SHARDS).is_dir():
@@ -185,7 +198,7 @@ class DividedState:
             if not _in_blocks(state):
                 own |= {kind: torch.empty_like(self._policy.masters[self._names[number]]) for kind in MOMENTS}
             tensors |= self._rows(number, own)
-        with warnings.catch_warnings():  # that one process alone reads it
+        with warnings.catch_warnings():  # torch warns if a single process reads
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             try:
                 load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
@@ -209,13 +222,14 @@ class DividedState:
         return {f"weight/{name}": self._trained.as_shards(name, rows) for name, rows in self._policy.masters.items()}
 
     def _rows(self, number: int, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The moments of a weight."""
+        """Returns the moments of a weight as shards, by their names in the checkpoint."""
         name = self._names[number]
         return {f"{kind}/{name}": self._trained.as_shards(name, states[kind]) for kind in MOMENTS if kind in states}
 
     @contextmanager
     def _together(self, folder: Path) -> Iterator[None]:
-        """An OSError of one rank in this block is one of all behind it: no rank waits for one that has given up."""
+        """Raises WriteFailed on all ranks after the block if it failed on one, so that no rank waits for one that has
+        given up."""
         failed: WriteFailed | None = None
         try:
             yield
@@ -231,8 +245,9 @@ class DividedState:
 
     @contextmanager
     def _all_gathered(self) -> Iterator[dict[str, Source]]:
-        """The whole weights, for a rank that writes them. The others gather with it, and it gathers to the end if it
-        fails."""
+        """Yields the whole weights for the rank that writes them; each is gathered when it is read. The other ranks
+        take part in the gathering, and a rank that fails gathers the remaining weights, so that no rank waits for
+        it."""
         left = self._trained.sources()
 
         def taken(name: str, source: Source, place: Tensor) -> None:
@@ -247,7 +262,7 @@ class DividedState:
 
 
 def _states(state: dict[str, Any]) -> dict[int, dict[str, Tensor]]:
-    """Of the optimizer, by the number of the weight."""
+    """Returns the optimizer's states by the number of the weight."""
     states: dict[int, dict[str, Tensor]] = state["updater"]["optimizer"]["state"]
     return states
 
@@ -257,7 +272,7 @@ def _in_blocks(state: dict[str, Any]) -> bool:
 
 
 def _in_files(tensors: dict[str, Tensor], ranks: int) -> dict[str, int]:
-    """The number of the file in which each is written: a rank holds what it writes of one file twice."""
+    """Returns the number of the file for each tensor. Files are small, since a rank holds its part of a file twice."""
     ends = accumulate(tensor.nbytes for tensor in tensors.values())
     return {name: 1 + end // (ranks * FILE_BYTES) for name, end in zip(tensors, ends, strict=True)}
 
@@ -267,13 +282,13 @@ def _file_of(rank: int | str) -> str:
 
 
 def _first(error: CheckpointException) -> BaseException:
-    """Of the first rank that failed."""
+    """Returns the error of the first rank that failed."""
     first, _ = next(iter(error.failures.values()))
     return first
 
 
 def _reason(error: CheckpointException) -> str:
-    """In that one's own words."""
+    """Returns type and message of that error."""
     first = _first(error)
     return f"{type(first).__name__}: {first}"
 

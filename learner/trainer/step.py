@@ -1,5 +1,8 @@
 """The optimizer steps of one batch: forward and backward passes over micro-batches, for the policy and PPO's value.
-Letters: N as in learner.batch, M too.
+
+`Updates` makes the steps of a batch for the Trainer. `Passes` runs the policy on micro-batches; `ValueLearner` runs
+PPO's value and makes its optimizer steps. Letters, as in learner.batch.micro_batch: R completions of the batch, M their
+tokens, N the trained tokens of a micro-batch.
 """
 
 import math
@@ -31,38 +34,34 @@ from learner.model.roles import ScoredRole
 from learner.trainer.memory_limit import TokenBudget, longest_rows
 from learner.trainer.optimizer import AnyUpdater, GradientSums, Updater, gradient_sums, least_tokens
 
-# PPO's value: its passes over micro-batches, and its optimizer steps. It learns beside the policy and never within the
-# policy's passes: one role's activations are gone before the other's forward pass, so the peak is the larger of the
-# two. Letters: as in learner.batch.
-
-
-# Forward and backward passes over the micro-batches of a step. Letters: N as in learner.batch, M too.
-
-# The mismatch of each token that a batch was trained on: learner's logprob minus sampler's. For people who look at a
-# run: nothing is computed from it, and nothing of the step waits for it.
-
 PER_ROW = pa.list_(pa.float16())
 
 
 class TokenMismatch:
-    """Of one batch at a time. Letters: R rows of the batch, M their tokens, N the trained tokens of a micro-batch."""
+    """The mismatch of each trained token of a batch: the learner's logprob minus the sampler's.
+
+    It is recorded for people who look at a run. Nothing is computed from it, and no part of the step waits for it.
+    """
 
     def __init__(self) -> None:
         self._lengths: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, lengths: npt.NDArray[np.int64]) -> None:
-        """Forgets the batch before. lengths: [R] tokens of each row."""
+        """Starts a new batch and forgets the previous one. lengths: [R] tokens of each row."""
         self._lengths, self._parts = lengths, []
 
     def note(self, places: Tensor, began_with: Tensor, behavior: Tensor) -> None:
-        """A micro-batch. places: [N] where in [M] each token stands. began_with, behavior: [N] logprobs in nats, of the
-        policy that the batch began with and of the sampler. It stays where it is until it is asked for."""
+        """Records a micro-batch; the numbers stay on their device until `rows` is called.
+
+        places: [N] index in [M] of each token. began_with, behavior: [N] logprobs in nats, under the policy that the
+        batch began with and under the sampler.
+        """
         self._parts.append((places, (began_with.detach() - behavior).half()))
 
     def rows(self) -> pa.Array:
-        """[R] lists of float16 nats, nan where the policy did not sample the token; null: the row was not trained on. A
-        micro-batch that was taken again counts as it was taken last."""
+        """Returns [R] lists of float16 nats: nan where the policy did not sample the token, null instead of a list for
+        a row that was not trained on. Of a micro-batch that was computed twice, the last numbers count."""
         known = np.full(int(self._lengths.sum()), math.nan, np.float16)
         for places, values in self._parts:
             known[places.cpu().numpy()] = values.cpu().numpy()
@@ -72,16 +71,13 @@ class TokenMismatch:
 
 
 def _lists(values: npt.NDArray[np.float16], offsets: npt.NDArray[np.int64], known: Sequence[bool]) -> pa.Array:
-    """Rows that are not known take no room."""
+    """Makes one list per row; a row that is not known becomes null, which takes no room."""
     rows = [values[a:b] if there else None for (a, b), there in zip(pairwise(offsets), known, strict=True)]
     return pa.array(rows, PER_ROW)
 
 
-# What one optimizer step was, and what a batch's steps say of themselves.
-
-
 class Named(NamedTuple):
-    """A role's metrics, and the setting of its rate."""
+    """Names that belong to a trained role: its two metrics, and the configuration key of its learning rate."""
 
     loss: str
     norm: str
@@ -97,28 +93,28 @@ ROLES = {
 class Update(NamedTuple):
     """One optimizer step of a role."""
 
-    parts: list[dict[str, Tensor]]  # of its micro-batches (learner.algo.loss.token_loss, value_loss.value_loss)
-    norm: float  # of the gradient, before clipping
-    done: bool  # false if loss or gradient was not finite
+    parts: list[dict[str, Tensor]]  # what token_loss or value_loss (learner.algo.loss) returned for each micro-batch
+    norm: float  # norm of the gradient before clipping
+    done: bool  # false if the step was skipped since loss or gradient was not finite
 
 
 class Learned(NamedTuple):
-    """A batch's updates, without those that had nothing to learn from."""
+    """The optimizer steps of a batch, without those that had nothing to learn from."""
 
     policy: list[Update]
     value: list[Update]
-    assessment: dict[str, float]  # the metrics of the values before them
+    assessment: dict[str, float]  # metrics that were computed before the first step
 
     @property
     def failed(self) -> str | None:
-        """The first role of which no update could be taken, by its name in ROLES."""
+        """The name in ROLES of the first role whose updates were all skipped; None if there is none."""
         for name, updates in zip(ROLES, (self.policy, self.value), strict=True):
             if updates and not any(update.done for update in updates):
                 return name
         return None
 
     def metrics(self) -> dict[str, float]:
-        """By name; those that end in /grad_norm are means over the updates."""
+        """Returns metrics by name; a gradient norm is the mean over the updates."""
         told = metrics_of([part for update in self.policy for part in update.parts], max(len(self.policy), 1))
         told |= value_metrics_of([part for update in self.value for part in update.parts], len(self.value))
         if self.value:
@@ -137,11 +133,12 @@ def _norm(updates: list[Update]) -> float:
     return float(np.mean([update.norm for update in updates])) if updates else 0.0
 
 
-Scored = tuple[Tensor, Tensor]  # of a micro-batch, in main memory: [N] places in the batch's [M], and float32 numbers
+# The numbers of a micro-batch's tokens, in main memory: [N] indices of the tokens in [M], and [N] float32 numbers.
+Scored = tuple[Tensor, Tensor]
 
 
 def placed(scored: Sequence[Scored], tokens: int) -> Tensor:
-    """[M] the numbers of all micro-batches, nan for the tokens of none."""
+    """Returns [M] the numbers of all micro-batches, nan for tokens that are in no micro-batch."""
     known = torch.full((tokens,), math.nan)
     for places, values in scored:
         known[places] = values
@@ -149,15 +146,16 @@ def placed(scored: Sequence[Scored], tokens: int) -> Tensor:
 
 
 class Passes:
-    """What the trainer does with a model and micro-batches.
+    """Runs the policy on micro-batches: forward and backward to learn, forward alone to compute logprobs and scores.
 
     Args:
-        sums: of the gradients; `finish` is the caller's.
-        temperature: the sampler's.
-        scale: of the loss, before the backward pass (float16).
+        sums: where the gradients are summed; the caller calls `finish`.
+        temperature: the sampling temperature.
+        scale: multiplies the loss's gradient by float16's loss scale before the backward pass.
 
     Attributes:
-        passed: micro-batches so far. mismatch: what `learn` noted of the tokens of this batch.
+        passed: number of micro-batches so far, of any pass.
+        mismatch: what `learn` recorded of the tokens of this batch.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class Passes:
         self._policy, self._loss, self._split = policy, config.loss, config.updates_per_batch > 1
         self._temperature, self._device, self._scale = temperature, device, scale
         self.passed, self.mismatch = 0, TokenMismatch()
-        function_of(config.loss.ratio)  # a user's file that does not load ends the start, not the first step
+        function_of(config.loss.ratio)  # loaded now, so that a user's file that does not load fails at the start
 
     def learn(
         self,
@@ -183,12 +181,12 @@ class Passes:
         proximal: Tensor | None = None,
         learned: Tensor | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Adds up the gradients of the micro-batches; what their metrics are made of.
+        """Adds up the gradients of the micro-batches, and returns for each what its metrics are computed from.
 
         Args:
             version: the policy version that the batch began with.
-            proximal: [M] logprobs of that version, by `score`; None: the policy is still the same.
-            learned: [M] whether the objective has the token (learner.loss.top_entropy); None: it has all.
+            proximal: [M] logprobs under that version, from `score`; None: the policy is still of that version.
+            learned: [M] whether the token is in the objective (learner.loss.top_entropy); None: all tokens are.
         """
         self._policy.clear_gradients()
         self.sums.clear()
@@ -216,16 +214,17 @@ class Passes:
         return parts
 
     def score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
-        """The policy's logprobs of the tokens of each micro-batch."""
+        """Returns the policy's logprobs of the tokens of each micro-batch, without a gradient."""
         return [(batch.places, self._of_tokens(batch, self._policy.token_logprobs).cpu()) for batch in batches]
 
     def entropies(self, batches: Sequence[MicroBatch]) -> list[Scored]:
-        """Of the policy, before each token of each micro-batch."""
+        """Returns the entropy of the policy's distribution of each token of each micro-batch, without a gradient."""
         return [(batch.places, self._of_tokens(batch, self._policy.token_entropies).cpu()) for batch in batches]
 
     @torch.no_grad()
     def sequence_scores(self, batches: Sequence[WholeBatch], role: str) -> list[tuple[list[int], list[float]]]:
-        """Of each micro-batch its rows, and what the head of a role (Policy.scored) says of the last token of each."""
+        """Returns for each micro-batch its rows, and the score of each: the output of a role's head (Policy.scored) at
+        the row's last token."""
         scores = []
         with self._policy.acting_as(role):
             for whole in batches:
@@ -247,23 +246,29 @@ class Passes:
         return scores(self._policy.predicting(moved), moved.targets, self._temperature)
 
 
-VALUE = "value"  # the role's name
+VALUE = "value"  # name of the role of PPO's value
 
 Plan = Callable[[int], Sequence[MicroBatch]]  # token budget -> micro-batches
 
 
 def value_roles(config: LearnerConfig) -> list[ScoredRole]:
-    """What the policy's base is asked for beside it."""
+    """The roles that the base model has besides the policy: PPO's value, none with GRPO."""
     if config.algorithm == "grpo":
         return []
     return [ScoredRole(VALUE, config.value.start, trained=True, key="learner.value.start")]
 
 
 class ValueLearner:
-    """total_steps: of the run, for the learning-rate schedule.
+    """PPO's value: its passes over micro-batches, and its optimizer steps.
+
+    The value is an adapter and a head on the policy's base. It learns apart from the policy's passes: the activations
+    of one role are freed before the forward pass of the other, so the memory peak is the larger of the two.
+
+    total_steps: number of steps of the run, for the learning-rate schedule.
 
     Attributes:
-        updater: of the adapter and its head. passed: micro-batches so far.
+        updater: the updater of the value's adapter and head.
+        passed: number of micro-batches so far.
     """
 
     def __init__(
@@ -281,16 +286,18 @@ class ValueLearner:
         self.passed = 0
 
     def assess(self, rows: Rows) -> Assessment:
-        """What the present value makes of the batch, by a pass without gradient."""
+        """Computes the values of the batch's tokens in a pass without gradient, and from them advantages and
+        returns."""
         trained = learnable(rows, self._config.loss)
         scored = self._budget.run(self._plan(rows, trained), self._score)
         values = placed(scored, len(rows.completions)).numpy()
         return assess(rows, values, trained, self._config.value, self._rounding)
 
     def learn(self, plan: Plan, assessment: Assessment, tokens: int, version: int) -> list[Update]:
-        """One optimizer step on the micro-batches of `plan`, which have that many tokens; none without any.
+        """Makes one optimizer step on the micro-batches of `plan`; returns no update if `tokens` is 0.
 
-        assessment: before the batch's first update. version: the policy's, then.
+        assessment: what `assess` returned before the batch's first update. tokens: number of tokens in the
+        micro-batches. version: the policy version before the batch.
         """
         if tokens == 0:
             return []
@@ -303,7 +310,8 @@ class ValueLearner:
         return [Update(parts, norm, done)]
 
     def rehearse(self, plan: Plan, tokens: int) -> None:
-        """Forward and backward over the micro-batches of `plan`, from a batch of so many tokens; nothing stays."""
+        """Runs forward and backward over the micro-batches of `plan`, from a batch of `tokens` tokens, and drops the
+        gradients."""
         nothing = np.zeros(tokens)
         of_batch = Assessment(nothing, nothing, nothing, nothing == 0)
         self._budget.run(plan, partial(self._learn, assessment=of_batch, weight=1.0))
@@ -317,15 +325,18 @@ class ValueLearner:
 
     @torch.no_grad()
     def _score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
-        """Values of the tokens of each micro-batch."""
+        """Returns the values of the tokens of each micro-batch."""
         with self._policy.acting_as(VALUE):
             return [(batch.places, self._values(batch).cpu()) for batch in batches]
 
     def _learn(
         self, batches: Sequence[MicroBatch], *, assessment: Assessment, weight: float
     ) -> list[dict[str, Tensor]]:
-        """Adds up the gradients of the micro-batches. A forward pass and its backward pass are within one
-        role: what is computed a second time must be computed with the same adapter."""
+        """Adds up the gradients of the micro-batches, and returns for each what its metrics are computed from.
+
+        The backward pass runs within `acting_as`, too: with activation checkpointing it computes activations again, and
+        that must be with the value's adapter.
+        """
         self._masters.clear_gradients()
         self._sums.clear()
         parts = []
@@ -344,7 +355,7 @@ class ValueLearner:
         return parts
 
     def _values(self, batch: MicroBatch) -> Tensor:
-        """[N] float32."""
+        """Returns [N] float32 values of the states before the tokens."""
         self.passed += 1
         values: Tensor = self._head(self._policy.predicting(batch.to(self._policy.head.device)))
         return values
@@ -353,21 +364,21 @@ class ValueLearner:
 def value_learner(
     policy: Policy, config: LearnerConfig, budget: TokenBudget, *, dtype: str, total_steps: int
 ) -> ValueLearner | None:
-    """None with GRPO."""
+    """Returns the learner of PPO's value; None with GRPO."""
     if config.algorithm == "grpo":
         return None
     return ValueLearner(policy, config, budget, dtype=dtype, total_steps=total_steps)
 
 
-# The optimizer steps of one batch, or of a rehearsal of the largest one. Letters: as in learner.batch.
-
-
 class Updates:
-    """max_completion_length: tokens; the constant of the dr_grpo loss, and the longest that a rehearsal takes.
-    total_steps: of the run, for the learning-rate schedule.
+    """Makes the optimizer steps of one batch, and the rehearsal with the largest micro-batch.
+
+    max_completion_length: most tokens of a completion; the constant of the dr_grpo loss, and the length in a rehearsal.
+    total_steps: number of steps of the run, for the learning-rate schedule.
 
     Attributes:
-        updater: of the policy. value: PPO's; None: GRPO.
+        updater: the policy's updater.
+        value: the learner of PPO's value; None with GRPO.
     """
 
     def __init__(
@@ -389,33 +400,35 @@ class Updates:
 
     @property
     def passed(self) -> int:
-        """Micro-batches so far."""
+        """Number of micro-batches so far, of the policy and the value."""
         return self._passes.passed + (0 if self.value is None else self.value.passed)
 
     @property
     def updaters(self) -> list[AnyUpdater]:
-        """Of all roles that are trained, the policy's first."""
+        """The updaters of all trained roles, the policy's first."""
         return [self.updater, *([] if self.value is None else [self.value.updater])]
 
     @property
     def may_overflow(self) -> bool:
-        """True while a loss scale, not the model, may be to blame for a gradient that is not finite."""
+        """Whether a loss scale, not the model, may be to blame for a gradient that is not finite."""
         return any(updater.may_overflow for updater in self.updaters)
 
     def mismatch(self) -> pa.Array:
-        """[R] of the newest batch (TokenMismatch.rows)."""
+        """Returns [R] the mismatch of the newest batch's tokens (TokenMismatch.rows)."""
         return self._passes.mismatch.rows()
 
     def rate(self, version: int) -> float:
-        """The learning rate of the batch that the policy of that version learns from."""
+        """Returns the learning rate of the step that starts from this policy version."""
         return self._config.learning_rate * rate_factor(version, self._total_steps, self._config.schedule)
 
     def learn(self, rows: Rows, version: int, rate: float) -> Learned:
-        """learner.updates_per_batch of them, but for those without anything to learn. Each takes its own micro-batches
-        again when memory runs out, never an update before it. version: the policy's before the batch.
+        """Makes learner.updates_per_batch optimizer steps, without those that have nothing to learn from. When memory
+        runs out, an update computes its own micro-batches again; earlier updates stay as they are.
 
-        With a value each of the policy's updates is followed by one of the value, on the same completions. In the first
-        learner.value.warmup versions the value alone learns.
+        With PPO each update of the policy is followed by an update of the value on the same completions. In the first
+        learner.value.warmup versions only the value learns.
+
+        version: the policy version before the batch. rate: the policy's learning rate.
         """
         self._passes.mismatch.begin(rows.lengths)
         known = None if self.value is None else self.value.assess(rows)
@@ -443,15 +456,16 @@ class Updates:
         return learned
 
     def _proximal(self, rows: Rows, targets: Targets) -> Tensor | None:
-        """[M] logprobs of the policy that the batch begins with, for the updates after the first; None without any."""
+        """Returns [M] logprobs under the policy that the batch begins with, for the updates after the first; None if
+        there is only one update."""
         if self._config.updates_per_batch == 1:
             return None
         later = self._plan(rows, targets, targets.update > 0)
         return placed(self._budget.run(later, self._passes.score), len(rows.completions))
 
     def _uncertain(self, rows: Rows, targets: Targets) -> Uncertain | None:
-        """Those that learner.loss.top_entropy chooses of the completions with an advantage, by the entropies of the
-        policy that the batch begins with; None where it chooses all, or there are none."""
+        """Returns the tokens that learner.loss.top_entropy chooses among the completions with an advantage, by the
+        entropies of the policy that the batch begins with; None if it chooses all, or there are no such completions."""
         share = self._config.loss.top_entropy
         if share == 1:
             return None
@@ -462,7 +476,8 @@ class Updates:
         return most_uncertain(entropies, share)
 
     def _update(self, parts: list[dict[str, Tensor]], rate: float) -> list[Update]:
-        """The optimizer step on the gradient of these micro-batches, which are those of all ranks; none without any."""
+        """Makes the optimizer step on the gradient of the micro-batches of all ranks, whose results are `parts`;
+        returns no update if there are none."""
         if not parts:
             return []
         self._passes.sums.finish()
@@ -472,14 +487,15 @@ class Updates:
         return [Update(parts, norm, done)]
 
     def _plan(self, rows: Rows, targets: Targets, own: npt.NDArray[np.bool_]) -> Callable[[int], list[MicroBatch]]:
-        """Token budget -> micro-batches of those of the completions that are trained."""
+        """Returns a function: token budget -> micro-batches of the trained ones of the completions in `own`."""
         chosen, packed, fine = own & targets.trained, self._policy.packed, self._fine
         return lambda budget: micro_batches(
             rows, targets.advantages, targets.coefficients, chosen, budget, packed=packed, fine=fine
         )
 
     def sequence_scores(self, rows: Rows, role: str) -> list[float]:
-        """[R] what the head of a role (Policy.scored) says of prompt and completion, without a gradient."""
+        """Returns [R] the scores that a role's head (Policy.scored) gives to prompt and completion, without a
+        gradient."""
         pad, packed, fine = self._policy.scored[role].pad, self._policy.packed, self._fine
 
         def plan(tokens: int) -> list[WholeBatch]:
@@ -490,11 +506,11 @@ class Updates:
         return [scores[row] for row in range(len(rows.lengths))]
 
     def rehearse(self, prompt_length: int, version: int) -> None:
-        """Forward and backward over the largest micro-batch, on every rank, beside room for the optimizer's states;
-        nothing stays."""
+        """Runs forward and backward over the largest micro-batch on every rank, with memory allocated for the
+        optimizer's states, and drops the gradients."""
         length = self._max_completion_length
         budget, packed = self._budget, self._policy.packed
-        # Enough completions to fill a micro-batch, whether they share their prompt or not.
+        # There must be enough completions to fill a micro-batch, whether they share their prompt or not.
         rows = longest_rows(prompt_length, length, count=budget.tokens // max(length - 1, 1) + 1)
         same, each = np.ones(len(rows.lengths)), np.ones(len(rows.completions))
 
@@ -510,7 +526,7 @@ class Updates:
         self._policy.clear_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizers, of tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+        """Returns the optimizers' states as tensors and plain values, which torch.load(weights_only=True) reads."""
         value = None if self.value is None else self.value.updater.state_dict()
         return {"updater": self.updater.state_dict(), "value": value}
 

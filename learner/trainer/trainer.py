@@ -1,7 +1,8 @@
-"""Trainer: owns the policy and its optimizer; one policy version per call of `step`, on one device.
+"""The learner's Trainer owns the policy and its optimizer on one device; each call of `step` makes a policy version.
 
-A plain class with `async` methods, so that it may live in another process. The blocking work of all methods runs in
-one thread of its own, in the order of the calls, and the event loop stays free to answer meanwhile.
+It is a plain class with `async` methods, so that it may live in another process. The blocking work of all methods runs
+in one separate thread, in the order of the calls, and the event loop stays free to answer meanwhile. This module also
+holds that thread, the export of policies, the learner's answer to a probe, and the guard against non-finite updates.
 """
 
 import asyncio
@@ -42,13 +43,11 @@ from rollout.delivery import Answer
 from rollout.types import Held, Manifest, SentPolicy, WeightsInFile
 from rollout.weights import WeightsFile, digests_of, read_of
 
-# With what this process computes: what the last bits of a step depend on, beside its settings and its rollouts.
-
 
 def arithmetic_on(device: torch.device) -> Arithmetic:
-    """Of the learner on that device."""
+    """Returns the hardware and the libraries with which this process computes on that device."""
     name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else _processor()
-    # As a plain text: torch's own class of it would import torch in the driver, which reads this.
+    # The version is passed on as str: torch.__version__ is of a class of torch, which the driver would have to import.
     return Arithmetic(str(torch.__version__), name, torch.get_num_threads(), library())
 
 
@@ -58,13 +57,13 @@ def _processor() -> str:
     return names[0] if names else "CPU"
 
 
-# The one thread in which the learner works, so that its event loop stays free to say how it gets on.
+# The thread in which the learner works. The event loop stays free, so that `pulse` is answered during a step.
 
 T = TypeVar("T")
 
 
 class WorkThread:
-    """Runs one piece of work after the other, in the order of the calls."""
+    """A thread that runs one piece of work after the other, in the order of the calls."""
 
     def __init__(self) -> None:
         self._clock: int | None = None
@@ -74,23 +73,23 @@ class WorkThread:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What the work returns or raises."""
+        """Runs `work` in the thread; returns or raises what `work` does."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def computed(self) -> float:
-        """Seconds for which the thread has had a processor: they stand still while it waits for a lock or a device."""
+        """CPU seconds of the thread. They do not grow while the thread waits for a lock."""
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
 
-# The learner's thread of work where the base belongs to a generator, which may be lost and replaced.
-
-CHECK_EVERY = 20  # versions between two looks at the content of the base, which read all of it
+CHECK_EVERY = 20  # policy versions between two checks of the mapped base's content; a check reads all of the base
 
 
 class BaseThread(WorkThread):
-    """Work that computes with the base waits while there is none; other work does not.
+    """The learner's work thread when the base model may be mapped from a generator, which can be lost and replaced.
 
-    base: what is mapped; None where the learner has a base of its own, which is always there.
+    Work that computes with the base waits while no base is mapped; other work does not wait.
+
+    base: the mapped base; None where the learner has loaded its own base, which is always there.
     """
 
     def __init__(self, base: MappedBase | None) -> None:
@@ -98,16 +97,17 @@ class BaseThread(WorkThread):
         self._base = base
         self._there = asyncio.Event()
         self._there.set()
-        self._away, self._since = 0.0, 0.0  # seconds without the base, and when the present ones began
+        # Seconds without a base so far, without the present absence; and the clock when the present absence began.
+        self._away, self._since = 0.0, 0.0
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """As `run`, once the base is there."""
-        while not self._there.is_set():  # again, since it may have gone before this task had its turn
+        """Waits until the base is mapped, then does what `run` does."""
+        while not self._there.is_set():  # a loop: the base may be detached again before this task has its turn
             await self._there.wait()
         return await self.run(work)
 
     async def detach(self) -> None:
-        """Lets the base go, after the work that is under way."""
+        """Unmaps the base, after the work that is under way."""
         assert self._base is not None, "the learner's base is its own"
         if self._there.is_set():
             self._there.clear()
@@ -115,7 +115,7 @@ class BaseThread(WorkThread):
         await self.run(self._base.detach)
 
     async def attach(self, manifest: Manifest) -> None:
-        """Takes the base of a fresh generator; what waits for it goes on."""
+        """Maps the base of a fresh generator; work that waits for a base goes on."""
         assert self._base is not None, "the learner's base is its own"
         base = self._base
         await self.run(lambda: base.attach(manifest))
@@ -123,22 +123,24 @@ class BaseThread(WorkThread):
         self._there.set()
 
     def check(self, version: int) -> None:
-        """Raises RuntimeError if the base was written to; looks at every CHECK_EVERY-th version. Part of some work."""
+        """Raises RuntimeError if the base was written to. It looks at every CHECK_EVERY-th version only, and must be
+        called in the work thread."""
         if self._base is not None and version % CHECK_EVERY == 0:
             self._base.check()
 
     def progress(self, *, on_cpu: bool) -> float:
-        """Seconds that grow while a step gets on: those without the base, for which it waits and does not hang; and on
-        a CPU those of computation (a thread that waits for a CUDA device computes, so there they would say nothing)."""
+        """Returns seconds that grow while a step makes progress: the seconds without a base, in which a step waits but
+        does not hang, and on a CPU the thread's CPU seconds. On CUDA these are left out: a thread that waits for the
+        device uses the CPU, so its CPU seconds grow even if the device hangs."""
         away = self._away + (0.0 if self._there.is_set() else time.monotonic() - self._since)
         return away + (self.computed() if on_cpu else 0.0)
 
 
-# The learner's policies, on their way out of its process.
-
-
 class Sender:
-    """merged: whether an adapter goes out multiplied into the base's weights (learner.push)."""
+    """Builds what the learner sends to the generators: the adapter, or whole weights.
+
+    merged: whether an adapter is sent merged into the base's weights (learner.push: merged).
+    """
 
     def __init__(self, policy: Policy, *, merged: bool) -> None:
         self.merged = merged
@@ -159,14 +161,14 @@ class Sender:
         return self._file.pack(0, {}, self._policy.dtype)
 
 
-# The answer that a generator must give once it has the learner's policy; its own answer is compared with it.
+# The learner's answer to a probe. The generators' answers are compared with it (rollout.delivery).
 
 
 @torch.no_grad()
 def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: bool) -> Answer:
-    """What a generator that holds this policy answers to a probe of these tokens.
+    """Returns the answer that a generator with this policy must give to a probe: logprobs of the tokens, and digests.
 
-    Raises ValueError for fewer than two of them, or an id beyond the vocabulary.
+    Raises ValueError for fewer than two tokens, or an id beyond the vocabulary.
     """
     started = time.perf_counter()
     if len(token_ids) < 2:
@@ -181,8 +183,8 @@ def answer_of(policy: Policy, version: int, token_ids: list[int], *, merged: boo
 
 @torch.no_grad()
 def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
-    """Digests of the policy as learner.model.export.update_of sends it. They are made from the weights, one tensor at a
-    time, and not from the payload, so that a fault in the payload is found as well."""
+    """Returns the digests of the policy as learner.model.export.update_of sends it. They are made from the learner's
+    weights, one tensor at a time, and not from the payload, so that a fault in the payload is found as well."""
     if merged or policy.peft_config is None:
         return Held(digests_of(_merged(policy, version) if merged else _whole(policy, version)))
     return Held(digests_of(_adapter(policy)))
@@ -193,7 +195,7 @@ def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     for name, master in policy.masters.items():
         sent = master.detach().to("cpu", policy.dtype, copy=True)
         module, _, matrix = name.removesuffix(".weight").rpartition(".")
-        # In the engine's type, and rounded to it, as vLLM does it once on loading.
+        # vLLM multiplies B by the scaling once, on loading, in the engine's dtype; the same rounding is needed here.
         if matrix == "lora_B":
             sent.mul_(scalings[module])
         yield from served_weights(policy.model_type, {name: sent}).items()
@@ -211,11 +213,9 @@ def _merged(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:
         yield name, read_of(place, version, policy.dtype)
 
 
-# Every random number generator that training may draw from, as values that torch.load(weights_only=True) accepts.
-
-
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python, numpy, torch on the CPU, and torch on `device`."""
+    """Returns the states of all random number generators that training may draw from: those of Python, numpy, torch on
+    the CPU and torch on `device`, as values that torch.load(weights_only=True) accepts."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -226,7 +226,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """What random_state returned."""
+    """Restores what random_state returned."""
     name, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -235,23 +235,24 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-# What ends a run whose loss or gradient is not finite step after step.
-
-MAX_IN_A_ROW = 3  # updates that were skipped
+MAX_IN_A_ROW = 3  # steps whose updates were all skipped, after which the run ends
 
 
 class NonFiniteGuard:
-    """in_a_row: steps so far of which every update was skipped."""
+    """Ends a run whose loss or gradient is not finite in several steps in a row.
+
+    in_a_row: number of steps in a row, up to now, of which every update was skipped.
+    """
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def after(self, failed: str | None, metrics: Mapping[str, float], *, may_overflow: bool, step: int) -> None:
-        """After each step. RuntimeError at the third in a row that was skipped.
+        """Counts a step; call it after each. Raises RuntimeError at the third step in a row that was skipped.
 
-        failed: the role all of whose updates were skipped (learner.trainer.step.ROLES); None: there is
-        none. may_overflow: the loss scale of float16, not the model, may be to blame: an overflow halves it, and is no
-        fault of the run until the scale is down to 1.
+        failed: the role all of whose updates were skipped (learner.trainer.step.ROLES); None if there is none.
+        may_overflow: whether float16's loss scale, not the model, may be to blame. An overflow halves the scale, and
+            such a step does not count until the scale is down to 1.
         """
         self.in_a_row = self.in_a_row + 1 if failed and not may_overflow else 0
         if failed and self.in_a_row >= MAX_IN_A_ROW:
@@ -264,12 +265,14 @@ class NonFiniteGuard:
             )
 
 
-# The norm of a gradient of which each rank has some rows (learner.model.sharded_base).
-
-
 class DividedNorm:
-    """whole: weights that every rank has, with the same gradient. rows: this rank's of the others. Each rank that calls
-    it waits for the others, and gets the same number."""
+    """The norm of a gradient that is sharded over the ranks (learner.model.sharded_base).
+
+    A call is collective: each rank waits for the others, and all get the same number.
+
+    whole: weights that every rank has in full, with the same gradient.
+    rows: this rank's shards of the other weights.
+    """
 
     def __init__(self, whole: Iterable[Tensor], rows: Iterable[Tensor], peers: Peers) -> None:
         self._whole, self._rows, self._peers = list(whole), list(rows), peers
@@ -285,22 +288,26 @@ def _norm(weights: Iterable[Tensor]) -> Tensor:
 
 
 class Trainer(TrainerService):
-    """GRPO on a LoRA adapter, or on the whole model; PPO on a LoRA adapter, beside that of its value.
+    """Trains a LoRA adapter or the whole model by GRPO, or a LoRA adapter by PPO, with a second adapter for the value.
+
+    Its methods are those of TrainerService, and are described there.
 
     Args:
-        temperature: the sampler's; logprobs are of the tempered distribution, except those of `probe`.
-        max_completion_length: tokens; the constant of the dr_grpo loss.
-        total_steps: of the run, for the learning-rate schedule.
-        seed: of the adapter's initial weights.
+        temperature: the sampling temperature; logprobs are of the tempered distribution, except those of `probe`.
+        max_completion_length: most tokens of a completion; the constant of the dr_grpo loss.
+        total_steps: number of steps of the run, for the learning-rate schedule.
+        seed: seed of the adapter's initial weights.
         device: cpu, cuda or cuda:<n>.
-        memory_bytes: most that the learner may hold (see learner.trainer.memory_limit.MemoryLimit); None: no limit.
-        attention: see learner.model.packing_check.enable.
-        base: the generator's, to be mapped; None: the learner loads one of its own.
-        reward_adapters: folders of reward models on the base (learner.model.roles), in the order of `score`.
+        memory_bytes: most bytes that the learner may hold (see learner.trainer.memory_limit.MemoryLimit); None: no
+            limit.
+        attention: name of the attention implementation (see learner.model.packing_check.enable).
+        base: where the generator's base model lies, which the learner maps; None: the learner loads its own base.
+        reward_adapters: folders of reward models on the base (learner.model.roles), in the order of `score`'s results.
         peers: the ranks that share each step's work with this one; None: there are no others.
 
     Raises:
-        ValueError: model or adapter cannot be trained here (see learner.model.policy.Policy), or base not be mapped.
+        ValueError: the model or the adapter cannot be trained here (see learner.model.policy.Policy), or the base
+            cannot be mapped.
     """
 
     def __init__(
@@ -402,7 +409,8 @@ class Trainer(TrainerService):
         self._thread.check(self._version)
         self._memory.check()
         self._guard.after(learned.failed, metrics, may_overflow=self._updates.may_overflow, step=self._version)
-        if self._updates.value is None:  # to a value, groups that all scored alike say as much as others
+        # With PPO the value learns as much from a group whose rewards are all equal as from any other.
+        if self._updates.value is None:
             metrics["reward/zero_variance_groups"] = float(sum(not has_signal(rewards) for rewards in rows.rewards))
         return metrics | {
             "loss/learning_rate": rate,
@@ -422,7 +430,7 @@ class Trainer(TrainerService):
         return _memory_metrics(self._memory, self._budget, 0)
 
     def _state(self) -> dict[str, Any]:
-        """Everything but weights that the next steps depend on: tensors and plain values."""
+        """Returns all that the next steps depend on, except the weights, as tensors and plain values."""
         return {
             "version": self._version,
             "nonfinite": self._guard.in_a_row,
@@ -439,7 +447,8 @@ class Trainer(TrainerService):
 def _update(
     policy: Policy, learner: LearnerConfig, peers: Peers, *, dtype: str, device: torch.device
 ) -> tuple[AnyUpdater, GradientSums]:
-    """The updater of all weights that train, and the sums of those that are not in shards: of these FSDP2 sums."""
+    """Returns the updater of all trained weights, and the gradient sums of the weights that are not sharded (FSDP2 sums
+    the gradients of sharded weights)."""
     masters, divided = policy.masters, policy.trained.divided
     whole = [weight for name, weight in masters.items() if name not in divided]
     rows = [weight for name, weight in masters.items() if name in divided]
@@ -466,10 +475,10 @@ def _policy(
 
 
 def _read(folder: Path, policy: Policy, updates: Updates, peers: Peers) -> dict[str, Any]:
-    """The state of a checkpoint; the weights are set."""
+    """Sets the policy's weights from a checkpoint, and returns the rest of its state."""
     if not policy.trained.divided and not (folder / trainer_state.SHARDS).is_dir():
         return trainer_state.read(folder, policy)
-    from learner.trainer.state import DividedState  # here: slow to import, and few runs use it
+    from learner.trainer.state import DividedState  # imported here since few runs use it
 
     return DividedState(policy, updates.updater.optimizers, peers).read(folder)
 

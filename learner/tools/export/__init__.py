@@ -1,5 +1,5 @@
-"""This package makes a folder for others of what a run has learned. How gleaner export is called stands here, and is
-imported without what command.py needs to do it."""
+"""gleaner export: writes what a run has learned as a folder for others. This module has only the command line of the
+command, so that it can be imported without the modules that command.py needs."""
 
 from dataclasses import dataclass
 from pathlib import Path

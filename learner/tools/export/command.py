@@ -1,4 +1,5 @@
-"""This does what gleaner export is asked for: it checks, writes, verifies, and sends on."""
+"""Carries out gleaner export: it checks the inputs, writes the folder, verifies it, converts it to GGUF, and uploads
+it."""
 
 import logging
 import os
@@ -34,13 +35,13 @@ from rollout.data import model_files
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_model
 
-# An exported folder on the hub, by huggingface_hub's own upload.
+# Upload of an exported folder to the hub.
 
 FAULTS = (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError)
 
 
 def check_hub(repo: str) -> None:
-    """Whether the hub is there and knows who pushes; nothing is made on it. Raises WrongInput."""
+    """Raises WrongInput if the hub cannot be reached, or does not accept the login. It creates nothing on the hub."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -60,7 +61,7 @@ def check_hub(repo: str) -> None:
 
 
 def publish(folder: Path, repo: str, *, public: bool) -> str:
-    """The address of what was uploaded. A new repository is private, unless `public`. Raises RunEnded."""
+    """Uploads the folder and returns its address. A new repository is private, unless `public`. Raises RunEnded."""
     try:
         if unreachable := _unreachable():
             raise OSError(unreachable)
@@ -79,7 +80,7 @@ def _api() -> HfApi:
 
 
 def _unreachable() -> str:
-    """A sentence, or ''. Behind a proxy nothing is tried."""
+    """Returns a sentence if the hub cannot be reached, else ''. Behind a proxy nothing is tried."""
     host = None if getproxies() else model_files.unreachable()
     return "" if host is None else f"{host} cannot be reached within {model_files.CONNECT_S:g} s"
 
@@ -89,17 +90,17 @@ def _first_line(error: Exception) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-# A GGUF file beside the weights, by llama.cpp's own convert_hf_to_gguf.py.
+# Conversion of the weights to a GGUF file by llama.cpp's convert_hf_to_gguf.py.
 
 SCRIPT = "convert_hf_to_gguf.py"
 FOLDER = "LLAMA_CPP"  # environment variable
 CLONE = "git clone https://github.com/ggml-org/llama.cpp"
-LOOK_S = 120.0  # for the converter to start; it imports torch
+LOOK_S = 120.0  # seconds for the converter to start; it imports torch
 
 
 def find_converter() -> list[str]:
-    """The command that converts: the script in the folder that LLAMA_CPP names, in this Python, else the one on the
-    PATH. Raises WrongInput."""
+    """Returns the command that converts: this Python with the script in the folder that LLAMA_CPP names, else the
+    script on the PATH. Raises WrongInput if there is none."""
     if folder := os.environ.get(FOLDER):
         script = Path(folder).expanduser() / SCRIPT
         if not script.is_file():
@@ -113,7 +114,7 @@ def find_converter() -> list[str]:
 
 
 def check_converter(command: Sequence[str], source: Source) -> None:
-    """Whether it starts, and knows the architecture. Raises WrongInput."""
+    """Raises WrongInput if the converter does not start, or does not know the model's architecture."""
     told = _called([*command, "--print-supported-models"], LOOK_S)
     if told.returncode:
         raise WrongInput(f"--gguf: {command[-1]} does not start: {_last_line(told)}; install what it asks for")
@@ -152,26 +153,25 @@ def _last_line(told: subprocess.CompletedProcess[str]) -> str:
 
 
 CARD = "README.md"
-OUTTYPE = "q8_0"  # of a GGUF file
+OUTTYPE = "q8_0"  # default type of a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What was asked for, checked. dtype: of merged weights; None: the adapter alone. sampled: how completions were in
-    training; None of an adapter whose base is not here."""
+    """A checked request for an export."""
 
     source: Source
     out: Path
-    dtype: str | None
+    dtype: str | None  # dtype of merged weights; None: the adapter alone is exported
     size: Needed
     scores: Scores | None
-    converter: list[str] | None
+    converter: list[str] | None  # command of the GGUF converter; None: no GGUF file is asked for
     outtype: str
-    sampled: AsTrained | None
+    sampled: AsTrained | None  # how the run sampled; None for an adapter whose base is not on this machine
 
 
 def run(asked: ExportRequest) -> int:
-    """Exit code: as of `reported`."""
+    """Carries out the command. Returns the exit code of `reported`."""
     machine.sleeping_threads()
     return reported(lambda: _export(asked), failed=(RunEnded,))
 
@@ -200,7 +200,7 @@ def _export(asked: ExportRequest) -> None:
 
 
 def _checked(asked: ExportRequest) -> Job:
-    """Raises WrongInput, and what else is wrong with a run's inputs."""
+    """Checks the request. Raises WrongInput, or WrongInput for a tokenizer or template that cannot be read."""
     _check_options(asked)
     source = find(asked.run, asked.step, asked.model)
     if source.whole_model and asked.adapter_only:
@@ -225,7 +225,8 @@ def _checked(asked: ExportRequest) -> Job:
 
 
 def _sampled(source: Source, adapter_only: bool) -> AsTrained | None:
-    """Raises WrongInput, but for an adapter alone, which is exported without its base."""
+    """Returns how the run sampled. If the base cannot be read it raises WrongInput, or returns None for an adapter that
+    is exported alone."""
     try:
         return as_trained(source.config, str(source.learned) if source.whole_model else source.config.model.source)
     except WrongInput:
@@ -254,7 +255,7 @@ def _check_options(asked: ExportRequest) -> None:
 
 
 def _check_new(out: Path) -> None:
-    if out.is_symlink() or out.is_mount():  # it is made under another name beside it, and renamed
+    if out.is_symlink() or out.is_mount():  # the folder is written under another name beside it, and then renamed
         raise WrongInput(f"OUT: must be a folder that can be made, and {out} is a link or a mount; give {out / 'NAME'}")
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
@@ -269,8 +270,7 @@ def _check_new(out: Path) -> None:
 
 
 def _check_weights(source: Source, *, merges: bool) -> None:
-    """Whether what was learned is whole and finite, and likewise the base that it is merged into. Raises
-    WrongInput."""
+    """Raises WrongInput if what was learned, or the base that it is merged into, is not whole, or not finite."""
     base = source.config.model.source
     if source.whole_model:
         check_model(str(source.learned), "RUN")
@@ -281,14 +281,15 @@ def _check_weights(source: Source, *, merges: bool) -> None:
     except WrongInput:
         if merges:
             raise
-        known = None  # alone it is exported where its base is not there, too
+        known = None  # an adapter alone can be exported without its base
     check_served(str(source.learned), "RUN", known)
     if merges:
         check_model(base)
 
 
 def _check_base(source: Source) -> None:
-    """Whether the base is there, is the one that was trained on, and takes an adapter."""
+    """Raises WrongInput if the base is quantised, or is not the one that the adapter was trained on; prints a line if
+    that is not known."""
     path = source.config.model.source
     if source.whole_model:
         return
@@ -301,7 +302,7 @@ def _check_base(source: Source) -> None:
 
 
 def _written(job: Job, folder: Path, repo: str | None) -> Exported:
-    """Writes weights and what belongs to them. Raises RunEnded."""
+    """Writes and verifies everything but the card. Raises RunEnded."""
     source = job.source
     if job.dtype is None:
         _copy_adapter(source, folder)
@@ -310,8 +311,8 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
         print(f"verified every byte is that of checkpoint {source.checkpoint.name}", flush=True)
         copied = (folder / VLLM_FOLDER).is_dir()
         return Exported(source, None, job.scores, repo, job.sampled, VLLM_FOLDER if copied else None)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which advises a kernel
-    from learner.tools.export.merge import write_merged  # torch: slow to import
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it logs advice about kernels
+    from learner.tools.export.merge import write_merged  # imported here: it imports torch, which is slow
 
     shown = recorded(source.run / "rollouts", source.step)
     if source.config.model.base == "nf4":
@@ -334,7 +335,7 @@ def _copy_adapter(source: Source, folder: Path) -> None:
     files = files_of(source.checkpoint)
     for name in ADAPTER_FILES:
         digest = files.get(f"{TRAINER}/{name}")
-        if digest is None:  # of the copy under vLLM's names, which few have
+        if digest is None:  # few adapters have a copy under vLLM's names
             continue
         (folder / name).parent.mkdir(exist_ok=True)
         with writing(folder / name):
@@ -345,7 +346,7 @@ def _copy_adapter(source: Source, folder: Path) -> None:
 
 @contextmanager
 def _whole_or_not(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it as the block ends, and goes if it fails."""
+    """Yields a new folder beside `out`, which is renamed to `out` when the block ends, and deleted if it fails."""
     partial = out.absolute().with_name(f".{out.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:

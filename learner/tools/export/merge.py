@@ -1,8 +1,9 @@
-"""Merged weights: the base and its adapter as one model, written, loaded again and compared.
+"""Writes merged weights for gleaner export: the base and its adapter as one model, which is then loaded again and
+compared with base and adapter.
 
-The merge is PEFT's own, in float32; then the weights are rounded once to the type that is asked for. An adapter that
-was trained on a base in 4 bits is merged into that base multiplied out, since that is the policy that was trained: into
-the weights before quantisation it would be another one.
+PEFT merges in float32; then the weights are rounded once to the wanted dtype. An adapter that was trained on a base in
+4 bits is merged into the dequantised base, since that is the policy that was trained; merged into the weights before
+quantisation it would be another policy.
 """
 
 import gc
@@ -27,10 +28,8 @@ from learner.tools.export.source import Needed, Proof, Said, Source, Window, ask
 from learner.tools.server import GENERATION
 from rollout.data.model_files import load_tokenizer, split
 
-# The base's tokenizer, unchanged.
-#
-# transformers saves a tokenizer as it understands it: without the sentencepiece file that llama.cpp reads, and with
-# settings of its own version. So what the base has lies over it, file by file.
+# The base's tokenizer is copied unchanged. transformers saves a tokenizer without the sentencepiece file, which
+# llama.cpp reads, and with settings of its own version, so the base's files replace those that transformers wrote.
 
 SENTENCEPIECE = "tokenizer.model"
 PATTERNS = (
@@ -40,7 +39,7 @@ PATTERNS = (
 
 
 def write_tokenizer(path: str, out: Path) -> None:
-    """path: of the base, a folder, a hub name or name@revision."""
+    """Writes the tokenizer of the base into `out`. path: the base's folder, hub name or name@revision."""
     load_tokenizer(path).save_pretrained(out)
     folder = Path(path) if Path(path).is_dir() else _in_cache(path)
     for file in {file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()}:
@@ -48,24 +47,27 @@ def write_tokenizer(path: str, out: Path) -> None:
 
 
 def _in_cache(name: str) -> Path:
-    """The folder of a hub model in the cache, with the sentencepiece file, which transformers does not ask for."""
+    """Returns the cache folder of a hub model, after downloading the sentencepiece file, which transformers does not
+    load."""
     model, revision = split(name)
-    with suppress(EntryNotFoundError, LocalEntryNotFoundError):  # it has none, or the hub cannot be reached
+    with suppress(EntryNotFoundError, LocalEntryNotFoundError):  # the model has none, or the hub cannot be reached
         hf_hub_download(model, SENTENCEPIECE, revision=revision)
     return Path(hf_hub_download(model, "config.json", revision=revision)).parent
 
 
-SHARD = "5GB"  # of one file of weights
-ROOM = 1.2  # of a card, for what its allocator does not give back
+SHARD = "5GB"  # largest size of a file of weights
+ROOM = 1.2  # factor on the memory needed on a GPU, for what the allocator does not give back
 
 
 def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window], size: Needed) -> Proof:
-    """Writes a folder for transformers and vLLM.
+    """Writes a folder of merged weights for transformers and vLLM, and returns the comparison with what was learned.
 
     Args:
-        dtype: of the weights. windows: of recorded completions; random tokens stand for none.
+        dtype: dtype of the written weights.
+        windows: recorded tokens on which weights are compared; if empty, random tokens are used.
+        size: the memory that the merge needs.
 
-    Raises WrongInput: there is too little memory. RunEnded: what was written is not what was learned.
+    Raises WrongInput if there is too little memory, RunEnded if the written weights are not what was learned.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = _device(size)
@@ -91,7 +93,7 @@ def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window
 
 
 def _device(size: Needed) -> torch.device:
-    """A card, if it has the room."""
+    """Returns a GPU if it has enough free memory, else the CPU. Raises WrongInput if that has too little memory."""
     if size.weights and torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size.memory:
         return torch.device("cuda")
     check_memory(size)
@@ -99,7 +101,7 @@ def _device(size: Needed) -> torch.device:
 
 
 def _learned(source: Source, device: torch.device) -> Any:
-    """The base as the learner computes with it, or the model that was trained as a whole."""
+    """Returns the base as the learner computes with it, dequantised, or the model that was trained as a whole."""
     model = source.config.model
     if source.whole_model:
         return load_base(ModelConfig(path=str(source.learned), dtype=model.dtype), device, lora=False)
@@ -108,14 +110,14 @@ def _learned(source: Source, device: torch.device) -> Any:
 
 
 def _both(wrapped: Any, windows: Sequence[Window]) -> tuple[Said, Said]:
-    """(with the adapter, without it)."""
+    """Returns (answers with the adapter, answers without it)."""
     expected = ask(wrapped, windows)
     with wrapped.disable_adapter():
         return expected, ask(wrapped, windows)
 
 
 def _round(lm: Any, kept: dict[str, torch.dtype], trained: torch.dtype, wanted: torch.dtype) -> None:
-    """To the wanted type, but for what the model keeps in another than it was trained in."""
+    """Rounds the weights to the wanted dtype, except tensors that the model keeps in another dtype than `trained`."""
     for name, tensor in [*lm.named_parameters(), *lm.named_buffers()]:
         own = kept.get(name, tensor.dtype)
         tensor.data = tensor.data.to(wanted if own == trained else own)
@@ -126,9 +128,9 @@ def _save(lm: Any, source: Source, out: Path) -> None:
     lm.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         lm.save_pretrained(out, max_shard_size=SHARD)
-    except SafetensorError as error:  # of a full disk, say, without the path
+    except SafetensorError as error:  # for example a full disk; the message does not name the path
         raise RunEnded(f"OUT: {out.parent} does not take the weights: {error}; nothing was written") from error
-    (out / GENERATION).unlink()  # that of the training takes its place (learner.tools.server)
+    (out / GENERATION).unlink()  # replaced by the sampling of the training (learner.tools.server)
     write_tokenizer(path, out)
-    for file in out.glob("*.safetensors"):  # which safetensors lets nobody but this user read
+    for file in out.glob("*.safetensors"):  # safetensors makes them readable for this user alone
         file.chmod((out / "config.json").stat().st_mode)

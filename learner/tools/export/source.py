@@ -1,4 +1,5 @@
-"""What is exported: a whole checkpoint of a run, which may still be going on."""
+"""The source of an export: finding a whole checkpoint of a run, which may still be going on, the tokens and limits by
+which written weights are compared with it, and the disk and memory that an export needs."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint that verifies, and what it was made with.
+    """A verified checkpoint of a run, and what the run was made with.
 
     Attributes:
         run: the run's folder.
-        evaluations: those of the run up to the checkpoint, oldest first.
+        evaluations: the run's evaluations up to the checkpoint, oldest first.
         inputs: digests of data, reward functions and base.
     """
 
@@ -57,24 +58,24 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Of the run's folder."""
+        """Name of the run's folder."""
         return self.run.name
 
     @property
     def whole_model(self) -> bool:
-        """Whether all weights were trained; else it is a LoRA adapter."""
+        """Whether all weights were trained, instead of a LoRA adapter."""
         return self.config.learner.mode == "full"
 
     @property
     def learned(self) -> Path:
-        """Where in the checkpoint the adapter is, or the whole model."""
+        """The folder in the checkpoint with the adapter or the whole model."""
         return self.checkpoint / TRAINER / MODEL if self.whole_model else self.checkpoint / TRAINER
 
 
 def find(run: Path, step: int | None, model: str | None = None) -> Source:
-    """The newest whole checkpoint of a run's folder, or that of a step. Raises WrongInput.
+    """Returns the newest whole checkpoint of a run, or that of a step. Raises WrongInput if there is none.
 
-    model: the base, where it is no longer at model.path.
+    model: hub name or folder of the base, if it is no longer at model.path.
     """
     run = run.resolve()
     if not (run / "config.yaml").is_file():
@@ -130,13 +131,13 @@ def _checkpoint(root: Path, step: int | None) -> Path:
 
 
 def check_base(source: Source) -> bool:
-    """Whether it is known that the base is the one that the adapter was trained on: a hub's revision says nothing of a
-    folder. Raises WrongInput if it is another."""
+    """Whether the base is known to be the one that the adapter was trained on. It is not known if one of the two is a
+    hub's revision and the other a folder. Raises WrongInput if it is known to be another."""
     path, recorded = source.config.model.source, source.inputs.base
     now = content_of(path)
     own = {name: digest for name, digest in recorded.items() if not name.startswith(("reference ", "value "))}
     if {REVISION} in (now.keys(), own.keys()) and not now.keys() & own.keys():
-        return False  # the one by its commit, the other by its files
+        return False  # one is identified by its commit, the other by its files
     differ = [name for name in differing(now, own) if name.endswith(".safetensors") or name == REVISION]
     if differ:
         raise WrongInput(
@@ -146,27 +147,28 @@ def check_base(source: Source) -> bool:
     return True
 
 
-# The tokens on which merged weights are compared with the adapter: completions that the run has recorded.
+# The recorded tokens on which merged weights are compared with the adapter.
 
-ROWS, LENGTH, TOTAL = 16, 512, 4096  # completions; ids of each at most; and of all together
-CONTEXT = LENGTH // 2  # of a prompt's last ids
+ROWS, LENGTH, TOTAL = 16, 512, 4096  # number of completions; most ids of each; most ids of all together
+CONTEXT = LENGTH // 2  # most ids of a prompt, from its end
 
 
 class Window(NamedTuple):
-    """ids: [L] the end of a prompt and the begin of what followed. places: where in them a sampled token stands."""
+    """A part of a recorded sequence."""
 
-    ids: list[int]
-    places: list[int]
+    ids: list[int]  # [L] the end of a prompt and the beginning of the completion
+    places: list[int]  # indices in `ids` of sampled tokens
 
 
 def recorded(rollouts: Path, step: int) -> list[Window]:
-    """Of the newest step up to `step` whose file can be read, from all over the file; none if there is no such file."""
+    """Returns windows of the newest step up to `step` whose file can be read, spread over the file; none if there is no
+    such file."""
     for file in reversed(ledger.steps(rollouts)):
         if int(file.stem.removeprefix("step-")) > step:
             continue
         try:
             rows = ledger.read(file)
-        except (OSError, ValueError):  # cut short, or of a schema that is no longer read
+        except (OSError, ValueError):  # the file is cut short, or of a schema that is no longer read
             continue
         if found := list(_within(_windows(rows))):
             return found
@@ -174,7 +176,7 @@ def recorded(rollouts: Path, step: int) -> list[Window]:
 
 
 def made_up(vocabulary: int) -> list[Window]:
-    """Random ids, always the same, for a run whose rollouts are gone."""
+    """Returns windows of random ids, always the same, for a run whose rollouts are gone."""
     rng = np.random.default_rng(0)
     return [Window(rng.integers(0, vocabulary, 64).tolist(), list(range(1, 64))) for _ in range(ROWS)]
 
@@ -198,39 +200,37 @@ def _within(windows: Iterator[Window]) -> Iterator[Window]:
         yield window
 
 
-# What weights say of recorded tokens, and whether merged weights say what the adapter on its base says.
+# Comparison of the written weights with base and adapter.
 #
-# Both are asked in float32, whatever the type of the weights that were written: what is left is the rounding of these,
-# and any fault of the merge.
+# Both compute in float32, whatever the dtype of the written weights, so that only the rounding of the written weights
+# and faults of the merge remain as differences.
 
-# Most nats that the logprobs of tokens may differ by, by the type of the weights that were written: rms, and at one
-# token. Measured: docs/export.md.
+# Largest allowed difference of logprobs in nats, by the dtype of the written weights: rms, and at one token. They are
+# measured in docs/export.md.
 TOLERANCE = {"float32": (1e-4, 1e-3), "float16": (0.02, 0.2), "bfloat16": (0.1, 1.0)}
-SHARE = 0.5  # of what the adapter moves, that rounding may take away
+SHARE = 0.5  # largest share of the adapter's effect on logprobs that rounding may take away
 
 
 class Said(NamedTuple):
-    """Of N tokens, float32 on the CPU.
+    """What a model computes for N tokens, on the CPU."""
 
-    logprobs: [N] nats. likeliest: [N] the token that greedy decoding takes. margin: [N] nats by which it is likelier
-    than the next.
-    """
-
-    logprobs: Tensor
-    likeliest: Tensor
-    margin: Tensor
+    logprobs: Tensor  # [N] float32, nats
+    likeliest: Tensor  # [N] the token that greedy decoding takes
+    margin: Tensor  # [N] float32, nats by which that token is likelier than the next
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared, and how far apart it was, in nats.
+    """The result of a comparison of written weights with what was learned.
 
     Attributes:
-        dtype: of the weights that were written.
-        recorded: whether the tokens are the run's, else random.
-        moved: rms of adapter to base: what was learned, as far as it shows here; None of a model trained as a whole.
-        greedy: tokens at which the likeliest is the same.
-        flipped: those where it is another though the first was likelier by more than the tolerance of a token.
+        dtype: dtype of the written weights.
+        tokens: number of compared tokens.
+        recorded: whether the tokens are the run's; false: they are random.
+        moved: rms difference between logprobs with the adapter and without it, nats; None if there is no adapter.
+        rms, worst: rms and largest difference between logprobs of the written and the learned weights, nats.
+        greedy: number of tokens with the same likeliest token.
+        flipped: number of tokens with another likeliest token although the margin was above the tolerance of a token.
     """
 
     dtype: str
@@ -244,7 +244,7 @@ class Proof:
 
 
 def ask(lm: Any, windows: Sequence[Window]) -> Said:
-    """What a causal language model of transformers says of the sampled tokens of the windows, one after the other."""
+    """Computes the sampled tokens of the windows with a causal language model of transformers, window after window."""
     import torch
 
     device, parts = lm.get_input_embeddings().weight.device, []
@@ -260,7 +260,8 @@ def ask(lm: Any, windows: Sequence[Window]) -> Said:
 
 
 def compare(expected: Said, found: Said, base: Said | None, dtype: str, *, recorded: bool) -> Proof:
-    """found: by the folder that was written. base: without the adapter."""
+    """Compares `found`, by the written weights, with `expected`, by the learned ones. base: without the adapter; None:
+    there is no adapter."""
     apart = found.logprobs - expected.logprobs
     same = found.likeliest == expected.likeliest
     return Proof(
@@ -272,9 +273,9 @@ def compare(expected: Said, found: Said, base: Said | None, dtype: str, *, recor
 
 
 def check(proof: Proof) -> None:
-    """Raises RunEnded."""
+    """Raises RunEnded if the differences are larger than allowed."""
     rms, worst = TOLERANCE[proof.dtype]
-    # Not <=: what is not a number is not within.
+    # The comparison is negated so that nan fails.
     if not (proof.rms <= rms and proof.worst <= worst) or proof.flipped:
         raise RunEnded(
             f"OUT: the merged weights must say what the adapter says, within {rms:g} nats rms and {worst:g} at a token "
@@ -293,27 +294,29 @@ def _rms(values: Tensor) -> float:
     return math.sqrt(float(values.double().square().mean()))
 
 
-# Whether there is room for what an export writes, and for the model as it is merged.
+# Disk and memory that an export needs.
 
 OTHERS = 50 * 10**6  # bytes of tokenizer, configuration and card
-PROCESS = 2 * 10**9  # of memory: torch, and logits of one completion
-GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "auto": 2.0, "q8_0": 34 / 32}  # of a weight
+PROCESS = 2 * 10**9  # bytes of memory for torch, and for the logits of one completion
+GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "auto": 2.0, "q8_0": 34 / 32}  # bytes per weight of a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """Bytes on the disk, and in memory, on a card or not; weights that the model has, 0 if that is not known yet."""
+    """What an export needs."""
 
-    disk: int
-    memory: int
-    weights: int
+    disk: int  # bytes
+    memory: int  # bytes, of a GPU or of the machine
+    weights: int  # number of the model's weights; 0 if it is not known
 
 
 def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
-    """Of merged weights of that type, and a GGUF file of that one beside them; dtype None: of the adapter alone."""
+    """Returns what an export needs with merged weights of `dtype` (None: the adapter alone) and a GGUF file of
+    `outtype` (None: without)."""
     if dtype is None:
         stored = adapter_weights(str(source.learned), "RUN").values()
-        return Needed(2 * sum(one.nbytes for one in stored) + OTHERS, 0, 0)  # twice: vLLM may want other names
+        # The adapter may be written twice, the second time under vLLM's names.
+        return Needed(2 * sum(one.nbytes for one in stored) + OTHERS, 0, 0)
     found = model_weights(str(source.learned) if source.whole_model else source.config.model.source) or {}
     weights = sum(math.prod(one.shape) for one in found.values())
     each = DTYPE_BYTES[dtype] + (GGUF_BYTES[outtype] if outtype else 0)
@@ -321,7 +324,7 @@ def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
 
 
 def check_disk(wanted: Needed, out: Path) -> None:
-    """Raises WrongInput."""
+    """Raises WrongInput if the disk has too little room."""
     there = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(there).free
     if wanted.disk > free:
@@ -331,7 +334,7 @@ def check_disk(wanted: Needed, out: Path) -> None:
 
 
 def check_memory(wanted: Needed) -> None:
-    """Of a merge on the CPU. Raises WrongInput."""
+    """Raises WrongInput if the machine has too little memory for a merge on the CPU."""
     free = available_memory()
     if wanted.memory > free:
         raise WrongInput(

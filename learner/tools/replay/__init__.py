@@ -1,5 +1,6 @@
-"""This package takes a run's recorded steps again. How gleaner replay is called stands here, and is imported without
-what command.py needs to do it."""
+"""gleaner replay: computes a run's recorded steps again. This module has only the command line of the command, so that
+it can be imported without the modules that command.py needs.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

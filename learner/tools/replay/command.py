@@ -1,5 +1,5 @@
-"""What gleaner replay is asked for: the same steps again, what other settings would have taught, or the step at which a
-series of metrics changed for the worse.
+"""Carries out gleaner replay: it computes the same steps again and compares them with the record, or computes what
+other settings would have taught, or finds the step at which a metric changed for the worse (--bisect).
 """
 
 import asyncio
@@ -47,22 +47,21 @@ from learner.tools.report.summary import REPLAY, Run, read_run
 from learner.tools.reported import reported
 from rollout.env.play import FAULTS
 
-# gleaner replay --bisect: the step at which a metric broke, and what changed shortly before it.
+# gleaner replay --bisect: the step at which a metric broke, and which other metrics changed shortly before it.
 
-# Where a series of noisy values changes its level for the worse. Pure numpy.
+WINDOW = 8  # number of values whose mean is taken before and after a change; fewer at the ends of the series
+LEAST = 2  # least number of values before and after a change
+ENOUGH = 5.0  # standard errors of a change, which noise alone reaches in at most one of a hundred series
 
-WINDOW = 8  # values on each side, fewer at the ends
-LEAST = 2  # of which there must be so many
-ENOUGH = 5.0  # standard errors, which noise alone reaches in at most one of a hundred series
-
-# Which way is worse; the first that fits. Where nothing does, up is.
+# Beginnings of the names of metrics that are worse when they fall, when they rise, or of which it cannot be said. A
+# metric with none of these names is worse when it rises (see `worse` for the order).
 FALLING = ("eval/", "reward/", "policy/entropy", "value/explained_variance", "rollout/tokens_per_s")
 RISING = (
     "eval/failed", "eval/unscored", "eval/errors", "reward/failed", "reward/status_", "reward/ms",
     "reward/zero_variance_groups",
 )  # fmt: skip
 EITHER = ("rollout/completion_length", "reward/std", "loss/total", "value/mean")
-# Of env/; nobody can say it of its other names, most of which are the environment's own.
+# Metrics under env/ that are worse when they rise. Of others it cannot be said: most are the environment's own.
 ENV_RISING = ("malformed", "seconds", "errors", *(f"outcome_{fault}" for fault in FAULTS))
 
 
@@ -84,9 +83,10 @@ class Change:
 
 
 def worse(metric: str, known: Container[str]) -> int:
-    """-1: the metric is worse where it falls, 1: where it rises, 0: nobody can say.
+    """Returns -1 if the metric is worse when it falls, 1 if it is worse when it rises, and 0 if that is not known.
 
-    known: the metrics of the run, which tell an environment's eval/<name> from a reward function's: by its env/<name>.
+    known: names of the run's metrics. eval/<name> is the environment's if env/<name> is among them, else a reward
+        function's.
     """
     part, _, name = metric.partition("/")
     own = f"env/{name}" in known or (name.startswith("outcome_") and f"reward/{name}" not in known)
@@ -102,10 +102,12 @@ def worse(metric: str, known: Container[str]) -> int:
 def change_of(
     steps: Sequence[int], values: Sequence[float], direction: int, within: tuple[int, int] | None = None
 ) -> Change | None:
-    """The largest change in that direction (0: in either) of at least ENOUGH standard errors; None where there is none.
+    """Returns the largest change of level in a direction (0: in either) of at least ENOUGH standard errors; None if
+    there is none.
 
-    It is the difference of the means of the values before and after, by the noise from one value to the next (median
-    of the absolute differences), so a slow drift counts little. within: steps in which the first value after it lies.
+    A change is the difference of the means before and after it, in units of the noise from one value to the next
+    (median of the absolute differences), so a slow drift counts little. within: first and last step at which the
+    first value after the change may be; None: any.
     """
     series = np.asarray(values, dtype=np.float64)
     noise = _noise(series)
@@ -124,20 +126,22 @@ def change_of(
 
 
 def _noise(series: npt.NDArray[np.float64]) -> float:
-    """The standard deviation of a value, were it normal, from the differences of neighbours: their median, which a few
-    jumps do not move, and their mean square where most values are equal. 0 for a constant series alone."""
+    """Returns the standard deviation of a value, assuming normal noise, from the differences of neighbours. It uses
+    their median, which a few jumps do not change, or their mean square if the median is 0. Only a constant series gives
+    0."""
     apart = np.abs(np.diff(series))
     return float((np.median(apart) * 1.4826 or np.sqrt(np.mean(apart**2))) / np.sqrt(2))
 
 
-FEWEST = 3 * LEAST  # values of a metric
-SHORTLY = 10  # steps before it
-MOST_BISECTED = 10  # other metrics that are shown
+FEWEST = 3 * LEAST  # least number of values of a metric
+SHORTLY = 10  # number of steps before the change in which other metrics may have changed
+MOST_BISECTED = 10  # most other metrics that are shown
 NOT_A_CAUSE = ("time/", "memory/", "buffer/", "reward/ms", "rollout/tokens_per_s")
 
 
 def bisect(folder: Path, metric: str, *, as_json: bool) -> int:
-    """Prints it. Exit code: 0, also where nothing broke. Raises WrongInput."""
+    """Prints where the metric broke, and what changed before. Returns the exit code 0, also if nothing broke. Raises
+    WrongInput if the run does not have the metric, or too few values of it."""
     run = read_run(folder, every=True)
     steps, values = _values(run, metric)
     if len(values) < FEWEST:
@@ -162,7 +166,8 @@ def bisect(folder: Path, metric: str, *, as_json: bool) -> int:
 
 
 def _values(run: Run, metric: str) -> tuple[list[int], list[float]]:
-    """Those after step 0. Raises WrongInput for a metric that the run does not have."""
+    """Returns the steps and values of a metric, without step 0 (except for eval/ metrics). Raises WrongInput if the run
+    does not have the metric."""
     if metric not in run.metrics:
         near = difflib.get_close_matches(metric, run.metrics, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/metrics.md has them all"
@@ -173,7 +178,8 @@ def _values(run: Run, metric: str) -> tuple[list[int], list[float]]:
 
 
 def _shortly_before(run: Run, metric: str, change: Change) -> dict[str, Change]:
-    """Other metrics that changed then, either way: those that changed most, in the order of their steps."""
+    """Returns other metrics that changed shortly before, in either direction: those that changed most, in the order of
+    their steps."""
     found = {}
     for name in run.metrics:
         if name in (metric, "at") or name.startswith(NOT_A_CAUSE):
@@ -213,18 +219,19 @@ def _said(change: Change) -> str:
     return f"{way} from {change.before:.4g} to {change.after:.4g} ({abs(change.errors):.1f} standard errors)"
 
 
-# The same settings again: whether each step leads to the policy that it led to, and to the same metrics.
+# The same settings again: does each step lead to the recorded policy and metrics?
 
-NOT_COMPARED = ("time/", "memory/")  # of the machine, not of the step
+NOT_COMPARED = ("time/", "memory/")  # metrics that depend on the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A step beside what the run recorded.
+    """A step that was computed again, compared with what the run recorded.
 
     Attributes:
-        digests: of the policy that it led to: as recorded (None: the run recorded none), and now.
-        metrics: those that differ: name -> value as recorded (None: none), and now.
+        step: number of the step.
+        digests: digest of the resulting policy as recorded (None: the run recorded none), and as computed now.
+        metrics: the metrics that differ: name -> value as recorded (None: the run recorded none), and as computed now.
     """
 
     step: int
@@ -233,18 +240,19 @@ class Compared:
 
     @property
     def same_policy(self) -> bool:
-        """Whether the digests agree, as far as there are two."""
+        """Whether the digests agree, or none was recorded."""
         then, now = self.digests
         return then in (None, now)
 
     @property
     def same(self) -> bool:
-        """Whether everything is as it was recorded."""
+        """Whether digest and metrics are as recorded."""
         return self.same_policy and not self.metrics
 
 
 async def compared(learner: Learner, recorded: Recorded, steps: Sequence[Step]) -> AsyncGenerator[Compared, None]:
-    """What the steps begin with, if the run recorded its digest; then each step, as it was taken again."""
+    """Computes the steps again, and yields a comparison of each; before them, if the run recorded its digest, a
+    comparison of the policy that the first step begins with."""
     before = steps[0].number - 1
     if (then := recorded.policies.get(before)) is not None:
         yield Compared(before, (then.sha256, await learner.begun_with(steps)), {})
@@ -253,7 +261,7 @@ async def compared(learner: Learner, recorded: Recorded, steps: Sequence[Step]) 
 
 
 def compare(taken: Taken) -> Compared:
-    """One step. What was not finite is not in metrics.jsonl."""
+    """Compares one step with its record. A metric that is not finite is not in metrics.jsonl, and counts as equal."""
     then = taken.step.metrics
     differing = {
         name: (then.get(name), value)
@@ -266,15 +274,15 @@ def compare(taken: Taken) -> Compared:
     return Compared(taken.step.number, (policy.sha256 if policy else None, taken.sha256), differing)
 
 
-# A replay in a terminal.
+# Output in a terminal.
 
-DIGITS = 12  # of a digest
+DIGITS = 12  # digits of a digest that are shown
 BESIDE = ("loss/total", "loss/grad_norm", "policy/mismatch_k3", "policy/mismatch_max", "policy/clip_fraction")
-MOST = 12  # metrics that are shown beside each other
+MOST = 12  # most differing metrics that are shown
 
 
 def show_step(found: Compared) -> None:
-    """One line."""
+    """Prints a line about a step."""
     then, now = found.digests
     if then is None:
         said = "the same metrics; the run recorded no digest" if found.same else "other metrics"
@@ -286,7 +294,7 @@ def show_step(found: Compared) -> None:
 
 
 def show_same(recorded: Recorded, steps: Sequence[Step], seconds: float) -> None:
-    """After steps that all came out as they were recorded."""
+    """Prints the summary after steps that were all computed as recorded."""
     took = sum(one.metrics.get("time/step", 0.0) for one in steps)
     known = [one for one in steps if one.policy is not None]
     print(f"{len(steps)} steps in {seconds:.1f} s; the run took {took:.1f} s for them, without its start and its end")
@@ -300,7 +308,7 @@ def show_same(recorded: Recorded, steps: Sequence[Step], seconds: float) -> None
 
 
 def show_difference(recorded: Recorded, found: Compared) -> None:
-    """What differs, the largest relative difference first, and what may be the reason."""
+    """Prints the metrics that differ, the largest relative difference first, and possible reasons."""
     table = Table("metric", "recorded", "now")
     rows = sorted(found.metrics.items(), key=lambda row: -_relative(*row[1]))
     for name, (then, now) in rows[:MOST]:
@@ -320,7 +328,7 @@ def show_difference(recorded: Recorded, found: Compared) -> None:
 
 
 def show_other(taken: Taken, *, rescored: bool) -> None:
-    """One line: with other settings, beside what was recorded."""
+    """Prints a line about a step with other settings: its metrics, and the recorded ones in parentheses."""
     names = (*(("reward/mean",) if rescored else ()), *BESIDE)
     pairs = [(name, taken.metrics.get(name), taken.step.metrics.get(name)) for name in names]
     told = [f"{name} {_number(now)} ({_number(then)})" for name, now, then in pairs if now is not None]
@@ -328,7 +336,8 @@ def show_other(taken: Taken, *, rescored: bool) -> None:
 
 
 def show_far(step: int | None, bound: float) -> str:
-    """How far the answer can be believed."""
+    """Returns a sentence on how far the result can be trusted. step: the first step beyond `bound`; None: there is
+    none."""
     if step is None:
         return (
             f"in every step the policy was within {bound:g} nats a token of the one that sampled (policy/mismatch_k3)"
@@ -349,7 +358,7 @@ def _relative(then: float | None, now: float) -> float:
 
 
 def run(asked: ReplayRequest) -> int:
-    """Exit code: 0; 1 if something differs, or failed on the way; 2 if something given is wrong."""
+    """Carries out the command. Returns the exit code: 0; 1 if something differs or failed; 2 for a wrong input."""
     codes: list[int] = []
     return reported(lambda: codes.append(_replay(asked)), failed=(RunEnded,)) or codes[0]
 
@@ -368,7 +377,7 @@ def _replay(asked: ReplayRequest) -> int:
     check_possible(changes, recorded.config, config, asked.start)
     steps, state = recorded.chosen(asked.start, asked.to), recorded.checkpoint(asked.start)
     recorded.check_inputs(own_loss=not own_loss(changes))
-    machine.sleeping_threads(config.cluster.cpus.learner)  # as many as in a run's learner
+    machine.sleeping_threads(config.cluster.cpus.learner)  # the number of threads of a run's learner
     if decides(changes) or asked.output is not None:
         return _what_if(asked, recorded, config, changes, steps, state)
     learner = Learner(config, state, as_recorded=not computes_elsewhere(changes))
@@ -376,7 +385,7 @@ def _replay(asked: ReplayRequest) -> int:
 
 
 async def _again(asked: ReplayRequest, recorded: Recorded, steps: Sequence[Step], learner: Learner) -> int:
-    """The same settings, up to the first difference."""
+    """Computes steps with the same settings, up to the first difference. Returns the exit code."""
     started = time.perf_counter()
     async with aclosing(compared(learner, recorded, steps)) as found:
         async for one in found:
@@ -403,7 +412,7 @@ def _what_if(
     steps: Sequence[Step],
     state: Path | None,
 ) -> int:
-    """Other settings, into a folder of their own."""
+    """Computes steps with other settings, and writes them into a new folder. Returns the exit code."""
     if scores := rescored(changes):
         try_on(config, steps[0].groups(config.learner.groups_per_step)[0][0])
     place = place_for(asked.run, asked.output)

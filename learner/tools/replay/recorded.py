@@ -1,4 +1,6 @@
-"""What a run folder holds of the steps that the run has taken, and where a replay of them may begin."""
+"""A run's recorded steps: reading them from the run folder (Recorded), and computing them again by a trainer in this
+process, without Ray and without generators (Learner).
+"""
 
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -36,12 +38,13 @@ NOT_LEARNED = ("rollout/refilled_groups", "rollout/unscored_groups")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step that the run has taken.
+    """A recorded step of a run.
 
     Attributes:
-        file: its rollouts.
-        lines: metrics.jsonl of the run.
-        policy: the line of the policy that it led to; None where the run recorded none.
+        number: number of the step, from 1.
+        file: the Parquet file of its rollouts.
+        lines: the run's metrics.jsonl.
+        policy: the recorded line about the resulting policy; None if the run recorded none.
     """
 
     number: int
@@ -51,7 +54,8 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Its line of metrics.jsonl, without what was not finite. Raises WrongInput."""
+        """The step's metrics in metrics.jsonl, without those that were not finite. Raises WrongInput if the line cannot
+        be read."""
         row = next(self.lines.rows([self.number]))
         if not row:
             raise WrongInput(
@@ -60,12 +64,12 @@ class Step:
         return {name: known for name, value in row.items() if name != "step" and (known := number(value)) is not None}
 
     def counted(self) -> dict[str, float]:
-        """The metrics that count the groups which the step consumed and did not learn from."""
+        """Returns the metrics that count groups which the step consumed and did not learn from."""
         return {name: self.metrics[name] for name in NOT_LEARNED if name in self.metrics}
 
     def groups(self, groups_per_step: int) -> tuple[list[pa.Table], list[pa.Table]]:
-        """Those that the learner got, in its order, and those that dynamic sampling replaced, or that had no reward.
-        Raises WrongInput."""
+        """Returns the groups that the learner got, in its order, and the groups that dynamic sampling replaced or that
+        had no reward. Raises WrongInput if the file cannot be read, or holds another number of groups."""
         try:
             found = groups_of(ledger.read(self.file))
         except (OSError, ValueError, pa.ArrowException) as error:
@@ -82,7 +86,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A run folder. steps: number -> step, those that are whole, ascending. policies: version -> its line."""
+    """What a run folder holds.
+
+    steps: number -> step, ascending; only steps with both rollouts and metrics.
+    policies: version -> recorded line about the policy.
+    """
 
     folder: Path
     config: RunConfig
@@ -90,7 +98,7 @@ class Recorded:
     policies: dict[int, PolicyLine]
 
     def chosen(self, start: int, to: int | None) -> list[Step]:
-        """The steps after `start` up to `to`, or to the last. Raises WrongInput for one that is not there."""
+        """Returns the steps after `start` up to `to`, or to the last. Raises WrongInput if a step is missing."""
         last = max(self.steps)
         to = last if to is None else to
         if not 0 <= start < to <= last:
@@ -106,7 +114,8 @@ class Recorded:
         return [self.steps[step] for step in range(start + 1, to + 1)]
 
     def checkpoint(self, step: int) -> Path | None:
-        """The kept checkpoint of that step; None for step 0, the beginning. Raises WrongInput."""
+        """Returns the kept checkpoint of a step; None for step 0, the beginning of the run. Raises WrongInput if no
+        whole checkpoint of the step is kept."""
         if step == 0:
             return None
         root = self.folder / "checkpoints"
@@ -122,8 +131,8 @@ class Recorded:
         return folder
 
     def check_inputs(self, *, own_loss: bool) -> None:
-        """Whether base model and, if asked for, the user's own loss are still those of the run, as far as a kept
-        checkpoint says. Raises WrongInput."""
+        """Raises WrongInput if the base model, or with `own_loss` the user's own loss, is no longer that of the run. It
+        compares with the newest kept checkpoint; without one nothing is checked."""
         known = [one / FILE for one in reversed(_kept(self.folder / "checkpoints")) if (one / FILE).exists()]
         if not known:
             return
@@ -144,7 +153,8 @@ class Recorded:
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """Raises WrongInput: it is no run folder, it is another version's, or no step of it is whole."""
+    """Reads a run folder. Raises WrongInput if it is not a run folder, was written by another version of gleaner, or
+    has no whole step."""
     run = read_run(folder)
     config = load_config(folder, ())
     try:
@@ -163,8 +173,8 @@ def read_recorded(folder: Path) -> Recorded:
 
 
 def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's configuration with `overrides` on top. Raises WrongInput if this version refuses the run's own,
-    WrongInput for the overrides."""
+    """Returns the run's configuration with `overrides` applied. Raises WrongInput if this version of gleaner refuses
+    the run's configuration, WrongInput if it refuses the overrides."""
     file = folder / "config.yaml"
     if not file.exists():
         raise WrongInput(f"RUN: {folder} has no config.yaml, so it is not the folder of a run; check the path")
@@ -180,47 +190,43 @@ def load_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _kept(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest first."""
+    """Returns the committed checkpoints, oldest first."""
     return sorted((one for one in root.glob("step-*") if one.is_dir()), key=checkpoint.step_of)
 
 
-# Recorded steps, taken again by a learner in this process: a run's trainer, without Ray and without generators.
+# Recorded steps computed again.
 
 Scoring = Callable[["Trainer", list[pa.Table]], Awaitable[list[pa.Table]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step that was taken again. groups: all that it consumed, as they were trained on. sha256: of the policy that it
-    led to, as it would be sent to generators. trained: how many of them, the first, were. mismatch: of their tokens."""
+    """A step that was computed again."""
 
     step: Step
     metrics: dict[str, float]
-    sha256: str
-    groups: list[pa.Table]
-    trained: int
-    mismatch: pa.Array
+    sha256: str  # digest of the resulting policy, as it would be sent to generators
+    groups: list[pa.Table]  # all groups that the step consumed, with the rewards that were used
+    trained: int  # number of groups, the first ones, that were trained on
+    mismatch: pa.Array  # mismatch of the tokens of the trained groups (TrainerService.mismatch)
 
 
 class Conditions(NamedTuple):
-    """What a learner is built for, beside its configuration.
+    """What a trainer is built for, besides its configuration; a resumed run may have changed it between steps."""
 
-    total_steps: of the learning-rate schedule. tokens: of a micro-batch; None: as the configuration says. threads,
-    products: as in learner.trainer.service.Arithmetic; None: by a trial.
-    """
-
-    total_steps: int
-    tokens: int | None
-    threads: int
-    products: str | None
+    total_steps: int  # steps of the learning-rate schedule
+    tokens: int | None  # most tokens of a micro-batch; None: the configuration's
+    threads: int  # see learner.trainer.service.Arithmetic
+    products: str | None  # see learner.trainer.service.Arithmetic; None: found by a trial
 
 
 class Learner:
-    """Takes recorded steps.
+    """Computes recorded steps again.
 
-    config: of this replay. start: checkpoint to begin from; None: where the run began. scoring: gives groups other
-    rewards; None: the recorded ones stay. as_recorded: threads, library and micro-batches are those of the run, not of
-    `config`.
+    config: configuration of the replay.
+    start: checkpoint from which it begins; None: it begins where the run began.
+    scoring: gives the groups other rewards; None: they keep the recorded rewards.
+    as_recorded: whether threads, library and micro-batches are those of the run instead of those of `config`.
     """
 
     def __init__(
@@ -231,8 +237,8 @@ class Learner:
         self._built: Conditions | None = None  # what the trainer was built for
 
     async def take(self, steps: Sequence[Step]) -> AsyncGenerator[Taken, None]:
-        """Each in its order. A new trainer goes on where the schedule or the micro-batches of the run changed: when it
-        was resumed with other settings, or ran out of memory."""
+        """Computes the steps in their order. Where the run's schedule or micro-batches changed, because it was resumed
+        with other settings or ran out of memory, a new trainer goes on."""
         for conditions, stretch in groupby(steps, self._conditions):
             trainer = await self._go_on(conditions)
             for step in stretch:
@@ -240,11 +246,11 @@ class Learner:
             del trainer
 
     async def begun_with(self, steps: Sequence[Step]) -> str:
-        """The sha256 of the policy before the first of the steps."""
+        """Returns the sha256 of the policy before the first of the steps."""
         return await _digest(await self._go_on(self._conditions(steps[0])))
 
     async def save(self, folder: Path) -> None:
-        """The present policy, in the form of a checkpoint."""
+        """Writes the present policy in the form of a checkpoint."""
         assert self._trainer is not None, "a step comes first"
         await self._trainer.save(folder)
 
@@ -269,7 +275,7 @@ class Learner:
             if self._trainer is not None:
                 state = Path(folder)
                 await self._trainer.save(state / TRAINER)
-                self._trainer = None  # two of them might not fit
+                self._trainer = None  # two trainers might not fit into memory
             try:
                 self._trainer, self._built = _build(self._config, conditions), conditions
             except ValueError as error:
@@ -304,7 +310,7 @@ async def _digest(trainer: "Trainer") -> str:
 
 
 def _build(config: RunConfig, conditions: Conditions) -> "Trainer":
-    """As a run's learner is built. Threads and library hold for the whole process."""
+    """Builds a trainer as a run does. Threads and library of products are set for the whole process."""
     import torch
     from transformers.utils import logging as transformers_logging
 

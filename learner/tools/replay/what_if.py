@@ -1,4 +1,6 @@
-"""Other settings on the recorded completions: what would the same data have taught?"""
+"""A replay with other settings or other rewards: what would the recorded completions have taught? This module checks
+which settings may differ, scores completions again, and writes the folder of the replay.
+"""
 
 import asyncio
 import json
@@ -36,12 +38,16 @@ from rollout.schema import with_part, with_scores
 if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer
 
-# The folder of a replay, which gleaner report, gleaner eval and gleaner rollouts show read as that of a run.
-
 
 class ReplayFolder:
-    """path: a new folder, or an empty one. facts: for replay.json. rescored: whether the groups have other rewards than
-    the recorded ones; else the run's own files are linked to. Raises WrongInput where it cannot be written."""
+    """The folder of a replay, which gleaner report, gleaner eval and gleaner rollouts show read as that of a run.
+
+    path: a new folder, or an empty one.
+    facts: the content of replay.json.
+    rescored: whether the groups get other rewards than the recorded ones; if not, the rollouts are links to the run's.
+
+    Raises WrongInput if the folder cannot be written.
+    """
 
     def __init__(self, path: Path, config: RunConfig, facts: dict[str, Any], *, rescored: bool) -> None:
         self.path, self._rescored, self._steps = path, rescored, 0
@@ -56,7 +62,7 @@ class ReplayFolder:
         self._rollouts, self._metrics = rollouts, Metrics(path, [], 0)
 
     def add(self, taken: Taken) -> None:
-        """A step: its metrics, its rollouts, and the mismatch of their tokens with this learner."""
+        """Writes a step: its metrics, its rollouts, and the mismatch of their tokens with this learner."""
         step = taken.step
         if self._rescored:
             ledger.write(self._rollouts, step.number, taken.groups)
@@ -68,7 +74,7 @@ class ReplayFolder:
         self._steps += 1
 
     async def finish(self, learner: Learner) -> None:
-        """What was learned, in the form in which a run publishes it."""
+        """Writes what was learned, in the form in which a run publishes it."""
         with tempfile.TemporaryDirectory(dir=self.path) as saved:
             await learner.save(Path(saved))
             if self._whole:
@@ -98,11 +104,11 @@ class ReplayFolder:
 
 
 def place_for(run: Path, output: Path | None) -> Path:
-    """The folder that is asked for, or the first that is free beside the run. Raises WrongInput if it holds
-    something."""
+    """Returns the folder to write: `output`, or without it the first name that is free beside the run. Raises
+    WrongInput if `output` is not empty, or its name is not a name for a run."""
     if output is None:
         beside = run.resolve()
-        own = re.sub(r"[^A-Za-z0-9._-]", "-", beside.name)  # a run's name has no others
+        own = re.sub(r"[^A-Za-z0-9._-]", "-", beside.name)  # the name of a run may have only these characters
         names = (f"{own}-replay{'' if number == 1 else f'-{number}'}" for number in range(1, 10**6))
         return next(place for name in names if not (place := beside.with_name(name)).exists())
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -114,19 +120,20 @@ def place_for(run: Path, output: Path | None) -> Path:
     return output.absolute()
 
 
-# Other rewards for recorded completions: by reward functions in their own processes, and by reward models on the
-# learner's base, as in a run.
+# Other rewards for recorded completions, by reward functions in reward processes and by reward models on the learner's
+# base, as in a run.
 
 
 def try_on(config: RunConfig, group: pa.Table) -> None:
-    """Calls each function once. Not from inside an event loop. Raises WrongInput."""
+    """Calls each reward function once. It must not be called in an event loop. Raises WrongInput."""
     if functions := functions_of(config.rewards):
         try_rewards(functions, group_of(group), config.rollout.reward_memory)
 
 
 @asynccontextmanager
 async def scoring(config: RunConfig) -> AsyncIterator[Scoring]:
-    """What gives groups the rewards of this configuration, in the place of those that they have."""
+    """Starts reward processes, and yields the function that replaces the rewards of groups by those of this
+    configuration."""
     functions, models = functions_of(config.rewards), adapters_of(config.rewards)
     workers, memory = config.rollout.reward_workers, config.rollout.reward_memory
 
@@ -145,11 +152,12 @@ async def scoring(config: RunConfig) -> AsyncIterator[Scoring]:
         yield score
 
 
-# Which settings a replay may have other than the run, since the run's completions are what they are.
+# The settings that may differ between a replay and its run, whose completions cannot be changed.
 
 REWARDS = "rewards"
 POSSIBLE = ("learner", REWARDS, "cluster.cpus.learner", "cluster.gpus.learner")
-NOT_ALONE = ("learner.groups_per_step", "learner.push", "learner.restarts")  # of the run's other processes too
+NOT_ALONE = ("learner.groups_per_step", "learner.push", "learner.restarts")  # they concern other processes, too
+# Settings that change on which hardware, and in which pieces, the same is computed.
 WHERE = (
     "cluster.cpus.learner", "cluster.gpus.learner", "learner.checkpointing",
     "learner.token_budget",
@@ -159,15 +167,15 @@ Changes = dict[str, tuple[Any, Any]]  # dotted key -> the run's value, and the r
 
 
 def changes_of(then: RunConfig, now: RunConfig) -> Changes:
-    """What differs."""
+    """Returns the settings that differ."""
     old, new = (dict(_leaves(one)) for one in (then, now))
     keys = dict.fromkeys([*old, *new])
     return {key: (old.get(key), new.get(key)) for key in keys if not same_value(old.get(key), new.get(key))}
 
 
 def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> Changes:
-    """With the rewards among them where they are named with the value that they have: the functions in their files may
-    be others now."""
+    """Returns the changes, and `rewards` among them if the user named `rewards` with the value of the run: the
+    functions in its files may have changed."""
     named = any(word.partition("=")[0].strip().partition(".")[0] == REWARDS for word in overrides)
     if not named or rescored(changes):
         return changes
@@ -176,7 +184,7 @@ def asked_again(changes: Changes, overrides: Sequence[str], then: RunConfig) -> 
 
 
 def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int) -> None:
-    """Raises WrongInput, with a line for each change that would need other completions, or another beginning."""
+    """Raises WrongInput, with a line for each change that would need other completions, or another checkpoint."""
     if then.learner.mode == "full" and then.arrangement.in_shards:
         raise WrongInput(
             "memory.layout: a replay has the whole model in one process, and a run with learner.mode=full and "
@@ -206,22 +214,22 @@ def check_possible(changes: Changes, then: RunConfig, now: RunConfig, start: int
 
 
 def decides(changes: Changes) -> bool:
-    """Whether any of them changes more than where, and in which pieces, the same is computed."""
+    """Whether a change concerns more than on which hardware, and in which pieces, the same is computed."""
     return any(not _within(key, WHERE) for key in changes)
 
 
 def rescored(changes: Changes) -> bool:
-    """Whether the completions get other rewards."""
+    """Whether the completions are scored again."""
     return _within_any(changes, REWARDS)
 
 
 def computes_elsewhere(changes: Changes) -> bool:
-    """Whether threads, device or micro-batches are to be others than the recorded ones."""
+    """Whether threads, device or micro-batches differ from the recorded ones."""
     return any(_within(key, WHERE) for key in changes)
 
 
 def own_loss(changes: Changes) -> bool:
-    """Whether the loss is another."""
+    """Whether a setting of the loss differs."""
     return _within_any(changes, "learner.loss")
 
 
@@ -238,25 +246,24 @@ def _within_any(changes: Changes, one: str) -> bool:
     return any(_within(key, (one,)) for key in changes)
 
 
-FAR = 1e-2  # nats a token, where guard.mismatch_k3 is null
+FAR = 1e-2  # bound of policy/mismatch_k3 where guard.mismatch_k3 is null, nats per token
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """run: the folder that is replayed. config: of the replay. start: checkpoint to begin from. place: where the answer
-    is written."""
+    """A replay with other settings that is to be carried out."""
 
-    run: Path
-    config: RunConfig
+    run: Path  # folder of the run
+    config: RunConfig  # configuration of the replay
     changes: Changes
     steps: Sequence[Step]
-    start: Path | None
-    place: Path
+    start: Path | None  # checkpoint from which it begins; None: it begins where the run began
+    place: Path  # folder that is written
 
 
 async def answer(question: Question, told: Callable[[Taken], None]) -> int | None:
-    """Takes the steps, and writes the folder. The first step, if there is one, in which the policy was further from the
-    one that sampled than `bound_of` allows."""
+    """Computes the steps and writes the folder; `told` is called after each step. Returns the first step in which the
+    policy was further from the one that sampled than `bound_of` allows; None if there is none."""
     config, changes = question.config, question.changes
     facts = {
         "of": str(question.run.resolve()),
@@ -280,5 +287,5 @@ async def answer(question: Question, told: Callable[[Taken], None]) -> int | Non
 
 
 def bound_of(config: RunConfig) -> float:
-    """Nats a token, of `policy/mismatch_k3`: beyond it a run is stopped by its guard."""
+    """Returns the bound of `policy/mismatch_k3` in nats per token, beyond which a run is stopped by its guard."""
     return config.guard.mismatch_k3 or FAR

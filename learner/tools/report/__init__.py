@@ -1,5 +1,5 @@
-"""This package makes a page of a run; `page/` holds what a browser is given. How gleaner report is called stands here,
-and is imported without what write.py needs to do it."""
+"""gleaner report: makes a page of a run from the files in `page/`. This module has only the command line of the
+command, so that it can be imported without the modules that write.py needs."""
 
 import sys
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def _in_terminal(run: Path) -> int:
 
 
 def _wrong(asked: ReportRequest) -> str:
-    """A sentence about options that do not go together, or ''."""
+    """Returns a sentence about options that do not go together, or ''."""
     of_page = {"--out": asked.out is not None, "--against": asked.against is not None, "--live": asked.live}
     if asked.terminal and (wrong := [name for name, given in of_page.items() if given]):
         return f"{wrong[0]}: is of the page, and does not go with --terminal; leave one out"

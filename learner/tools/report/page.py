@@ -1,8 +1,8 @@
-"""A run's report as one page: its completions and the files in `page/`, as data that a browser unpacks. Nothing in it
-is fetched.
+"""Makes a run's report as one HTML page, from completions, summary and the files in `page/`. Data are packed in blocks
+that the page's script unpacks; the page loads nothing from elsewhere.
 
-The page's own script and style are named by their digests in its Content-Security-Policy, and nothing else may run or
-be asked for: what a model wrote is data, and is shown by textContent only.
+Its Content-Security-Policy names its script and style by their digests, so nothing else may run or be loaded. What a
+model wrote is data, and is shown by textContent only.
 """
 
 import base64
@@ -34,39 +34,36 @@ from rollout import ledger
 from rollout.data.model_files import joined, split
 from rollout.schema import asked_of, groups_of, lasts, rewards_of, said_of
 
-# The completions of a step as the page shows them: groups, and a line of the index for each.
-
-# Values on their way into a page: JSON, gzip, base64. A browser unpacks one block when it is asked for.
-
 Block = str
-"""Base64 of gzip of ASCII JSON: nothing in it can end a script element."""
+"""A value packed as base64 of gzip of ASCII JSON, in which nothing can end a script element."""
 
 
 def packed(value: Any) -> Block:
-    """Level 6 makes 5 % less of completions than level 1, in twice the time; the same value gives the same block."""
+    """Packs a value; the same value gives the same block. With gzip level 6 completions are 5 % smaller than with level
+    1, in twice the time."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0)).decode("ascii")
 
 
 def unpacked(block: Block) -> Any:
-    """What was packed."""
+    """Returns the value that was packed."""
     return json.loads(gzip.decompress(base64.b64decode(block)))
 
 
-SHOWN = 160  # characters of a prompt in the list
-LOGPROB_PARTS = 100  # a logprob is kept in hundredths of a nat, as a whole number
+SHOWN = 160  # most characters of a prompt in the list
+LOGPROB_PARTS = 100  # logprobs are kept as integers, in hundredths of a nat
 Mismatch = Mapping[str, Sequence[list[float] | None]]  # learner.driver.record.read
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step file. Letters: N groups.
+    """What the page shows of a step. Letters: N groups.
 
     Attributes:
-        step: its number.
-        block: packed list [N] of what the page shows of a group.
-        lines: [N] of the index: problem, beginning of the prompt, rewards (None: none), statuses, what failed in words.
-        token_ids: those that occur.
+        step: number of the step.
+        block: packed list [N] of the groups.
+        lines: [N] entries of the index: problem, beginning of the prompt, rewards, statuses, errors in words.
+        token_ids: the token ids that occur.
     """
 
     step: int
@@ -78,11 +75,11 @@ class Step:
 def read_step(
     file: Path, most: int | None = None, *, advantage: str | None, trained: int | None = None, tokens: bool
 ) -> Step:
-    """At most `most` groups of a step file.
+    """Reads at most `most` groups of a step file. Raises WrongInput if it cannot be read.
 
-    advantage: the row of ADVANTAGES that the run used, None where it used none. trained: how many of the groups, the
-    first, were trained on; the others, which dynamic sampling replaced, have no advantage (None: all). tokens: whether
-    ids and logprobs go in, too. Raises WrongInput.
+    advantage: the row of ADVANTAGES that the run used; None: it used none. trained: number of groups, the first ones,
+    that were trained on; the others, which dynamic sampling replaced, have no advantage (None: all were). tokens:
+    whether token ids and logprobs are included.
     """
     try:
         rows = ledger.read(file)
@@ -91,7 +88,7 @@ def read_step(
         raise WrongInput(f"rollouts: {file.name} cannot be read: {said}; take it away") from error
     tables = groups_of(rows)
     mismatch = _mismatch(file) if tokens else {}
-    whole = [np.flatnonzero(lasts(table)) for table in tables]  # the row that says how a trajectory ended
+    whole = [np.flatnonzero(lasts(table)) for table in tables]  # indices of the last row of each trajectory
     rewards = [rewards_of(table)[kept] for table, kept in zip(tables, whole, strict=True)]
     scaled: list[npt.NDArray[np.float64] | None] = [None] * len(rewards)
     if advantage and rewards:
@@ -114,7 +111,7 @@ def _group(
     made = [_completion(rows[i], tokens) | {"rows": samples.count(rows[i]["sample"])} for i in whole]
     if advantages is not None:
         for one, value in zip(made, advantages.tolist(), strict=True):
-            one["advantage"] = round(value, 3) if math.isfinite(value) else None  # of a reward that is not finite
+            one["advantage"] = round(value, 3) if math.isfinite(value) else None  # None if the reward was not finite
     first = rows[0]
     if len(differences := mismatch.get(first["group_id"], ())) == len(rows):
         for i, one in zip(whole, made, strict=True):
@@ -131,7 +128,7 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
     made = {
         "text": row["completion"], "length": sampled, "end": row["finish_reason"],
         "reward": _finite(row["reward"]), "status": row["reward_status"], "worker": row["worker"],
-        "seed": str(row["seed"]),  # beyond what JavaScript's numbers hold exactly
+        "seed": str(row["seed"]),  # a text, since JavaScript's numbers cannot hold all seeds exactly
         "parts": [[part["name"], _finite(part["value"])] for part in row["reward_parts"]],
         "versions": [row["policy_version_min"], row["policy_version_max"]],
     }  # fmt: skip
@@ -158,17 +155,17 @@ def _completion(row: dict[str, Any], tokens: bool) -> dict[str, Any]:
 
 
 def _turn(row: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Whole numbers as they are: start and stop are places of tokens."""
+    """Rounds the numbers of a turn, except integers: start and stop are indices of tokens."""
     return {key: value if isinstance(value, int) else _finite(value) for key, value in row.items()}
 
 
 def mismatch_file(file: Path) -> Path:
-    """Of the step that the rollouts are of."""
+    """Returns the file with the mismatch of the step whose rollouts are in `file`."""
     return file.parent.parent / record.MISMATCH_FOLDER / file.name
 
 
 def _mismatch(file: Path) -> Mismatch:
-    """Of the step that the rollouts are of; empty where the run kept none, or its file is being written."""
+    """Reads the mismatch of a step; empty if the run kept none, or its file is being written."""
     try:
         return record.read_mismatch(mismatch_file(file))
     except (OSError, ValueError, pa.ArrowException):
@@ -189,7 +186,7 @@ def _line(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packable(value: Any) -> Any:
-    """A column may hold NaN, which JSON has not: as text, as Python writes it in JSON."""
+    """Replaces numbers that are not finite, which JSON does not have, by texts such as NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     if isinstance(value, dict):
@@ -206,26 +203,26 @@ def _hundredths(logprob: float) -> int | None:
 
 
 def _runs(flags: list[bool]) -> list[list[int]]:
-    """[start, stop) of each run of true ones."""
+    """Returns [start, stop) of each run of true flags."""
     edges = np.flatnonzero(np.diff(np.asarray([False, *flags, False], np.int8)))
     return [[int(a), int(b)] for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-# Which steps go into a page that has a limit: first and last, then ever closer between them.
+# The steps that go into a page with a limit: the first and the last, then steps ever closer between them.
 
-MOST_COMPLETIONS = 2**14  # of a page: to read and pack them takes seconds, and nobody reads them all
-MOST_ERRORS = 50  # different sentences of what failed
+MOST_COMPLETIONS = 2**14  # most completions of a page: reading and packing them takes seconds
+MOST_ERRORS = 50  # most different error sentences
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was kept of a run's completions.
+    """The part of a run's completions that goes into the page.
 
     Attributes:
         blocks: step -> its packed groups.
-        index: what the list and its filters need of every group that was kept, in the order of steps.
-        token_ids: those that occur in the blocks.
-        remarks: what was left out, and why.
+        index: what the list and its filters need of every group, in the order of steps.
+        token_ids: the token ids that occur in the blocks.
+        remarks: sentences on what was left out, and why.
     """
 
     blocks: dict[int, Block] = field(default_factory=dict)
@@ -235,20 +232,20 @@ class Sample:
 
 
 def spread(steps: Sequence[int]) -> list[int]:
-    """The steps in an order of which every beginning lies evenly: of 1 to 5 it is 1, 5, 3, 2, 4.
+    """Returns the steps in an order whose beginnings are evenly spread: for 1 to 5 it is 1, 5, 3, 2, 4.
 
-    steps: ascending. Behind the first and the last, a step has its place by its own number, whatever others there are:
-    as a run goes on, its report keeps what it has read.
+    steps: ascending. Except for the first and the last, the order depends on the steps' numbers alone, so that the
+    report of a run that goes on keeps the steps that it has read.
     """
     between = sorted(steps[1:-1], key=lambda step: f"{step - 1:064b}"[::-1])  # the van der Corput sequence
     return [*dict.fromkeys((*steps[:1], *steps[-1:])), *between]
 
 
 def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], limit: int) -> Sample:
-    """As many steps as `limit` bytes of blocks hold, until they have MOST_COMPLETIONS; of a first one that is larger
-    than all of it, the first groups.
+    """Returns as many steps as fit into `limit` bytes of blocks and MOST_COMPLETIONS completions. If the first step
+    alone is larger, its first groups are taken.
 
-    read: a file and how many groups of it, None for all (completions.read_step).
+    read: reads a file, and so many of its groups (None: all), as read_step does.
     """
     kept: list[Step] = []
     made = Sample()
@@ -279,7 +276,8 @@ def sampled(files: Sequence[Path], read: Callable[[Path, int | None], Step], lim
 
 
 def _index(steps: Sequence[Step]) -> dict[str, list[Any]]:
-    """Columns: for each group its step, its place in the block of the step, and the values of its line."""
+    """Returns the index as columns: for each group its step, its place in the step's block, and the values of its
+    line."""
     rows = [(step.step, place, line) for step in steps for place, line in enumerate(step.lines)]
     texts = list(dict.fromkeys((line["problem"], line["prompt"]) for *_, line in rows))
     places = {text: place for place, text in enumerate(texts)}
@@ -295,7 +293,7 @@ def _index(steps: Sequence[Step]) -> dict[str, list[Any]]:
 
 
 def _errors(rows: Sequence[tuple[int, int, dict[str, Any]]]) -> list[list[Any]]:
-    """[sentence, completions, first step, last step] of what failed, most first."""
+    """Returns [sentence, completions, first step, last step] for the errors, the most frequent first."""
     found: dict[str, list[int]] = {}
     for step, _, line in rows:
         for error in line["errors"]:
@@ -304,20 +302,20 @@ def _errors(rows: Sequence[tuple[int, int, dict[str, Any]]]) -> list[list[Any]]:
     return [[error, len(steps), min(steps), max(steps)] for error, steps in most]
 
 
-# The bytes that a token stands for, where they are a part of a character and so no text of their own.
-
-ONE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece
+ONE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's token of a byte
 
 
 def bytes_of(token: str) -> list[int] | None:
-    """token: as the vocabulary has it. None if it is written in neither of the usual ways."""
+    """Returns the bytes of a token that is a part of a character. token: as written in the vocabulary. None if it is
+    written neither as in SentencePiece nor as in GPT-2."""
     if (one := ONE.fullmatch(token)) is not None:
         return [int(one[1], 16)]
     return [LETTERS[letter] for letter in token] if set(token) <= LETTERS.keys() else None
 
 
 def _letters() -> dict[str, int]:
-    """GPT-2's: a byte that Latin-1 prints is its own letter; of the others, the n-th is U+0100 + n."""
+    """Returns GPT-2's letters of bytes: a byte that Latin-1 can print is its own letter; the n-th of the others is
+    U+0100 + n."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -326,14 +324,13 @@ def _letters() -> dict[str, int]:
 LETTERS = _letters()
 
 
-# Token ids as the pieces of text that they stand for, from files on this machine: a report asks no hub.
-
 FILE = "tokenizer.json"
-MOST = 2**28  # bytes: the largest that are published have a tenth
+MOST = 2**28  # most bytes of the file; the largest published ones have a tenth
 
 
 class Words:
-    """The tokenizer of a model folder, or of a hub model in the cache; `missing` says why there is none."""
+    """Translates token ids to text, with the tokenizer of a model folder or of a hub model in the cache; the hub is not
+    asked. `missing` says why there is no tokenizer."""
 
     def __init__(self, model: str | None) -> None:
         self._tokenizer: Any = None
@@ -355,10 +352,8 @@ class Words:
         return self._tokenizer is not None
 
     def pieces(self, ids: Iterable[int]) -> dict[int, str | list[int]]:
-        """Each id's text as it stands inside a text, special tokens too; bytes of UTF-8 where they are no whole text.
-
-        Behind an ordinary token, since many tokenizers drop the space before the first one of a text.
-        """
+        """Returns the text of each id as within a text, also of special tokens; bytes of UTF-8 if it is a part of a
+        character. Each is decoded after an ordinary token, since many tokenizers drop the first space of a text."""
         some, size = [*ids], self._tokenizer.get_vocab_size()
         anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         before = self._tokenizer.decode(anchor, skip_special_tokens=False)
@@ -376,12 +371,12 @@ def _file_of(model: str) -> Path | None:
     try:
         if file.is_file():
             return file if file.stat().st_size <= MOST else None
-    except (OSError, ValueError):  # what no file is called
+    except (OSError, ValueError):  # the name cannot be that of a file
         return None
     try:
         name, revision = split(model)
         cached = try_to_load_from_cache(name, FILE, revision=revision)
-    except HFValidationError:  # a path that is not here
+    except HFValidationError:  # the name is a path that does not exist
         return None
     return Path(cached) if isinstance(cached, str) else None
 
@@ -392,9 +387,9 @@ SCRIPTS = (
 
 
 def page(title: str, blocks: Mapping[str, Block], *, live: bool = False) -> Iterator[str]:
-    """Pieces of the page's text, in order. blocks: name -> data, found by the page's script under that name.
+    """Yields pieces of the page's text, in order. blocks: name -> data, which the page's script finds by that name.
 
-    live: the script may ask its own server for blocks that are not in the page.
+    live: whether the script may request blocks that are not in the page from the server.
     """
     folder = files("learner.tools.report").joinpath("page")
     style = folder.joinpath("style.css").read_text("utf-8")
@@ -414,7 +409,7 @@ def page(title: str, blocks: Mapping[str, Block], *, live: bool = False) -> Iter
     body = folder.joinpath("body.html").read_text("utf-8")
     yield body
     first = [name for name in blocks if not name.startswith("step-")]
-    yield from (_element(name, blocks[name]) for name in first)  # before the script, which draws while the rest comes
+    yield from (_element(name, blocks[name]) for name in first)  # the script draws them while the rest is loaded
     yield f"<script>{script}</script>\n"
     yield from (_element(name, block) for name, block in blocks.items() if name not in first)
     yield "</body>\n</html>\n"
@@ -428,13 +423,11 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-# A run folder -> the blocks of its page.
-
-
 def blocks_of(folder: Path, against: Path | None, limit: int) -> tuple[str, dict[str, Block]]:
-    """Title and blocks of the whole page: head, index, pieces, and step-<number> for the completions of each step.
+    """Returns title and blocks of a run's page: head, index, pieces, and step-<number> for the completions of each
+    step.
 
-    limit: bytes that the steps may take. Raises WrongInput.
+    limit: most bytes of the steps' blocks. Raises WrongInput.
     """
     runs = read_runs(folder, against)
     run = runs[0]
@@ -453,17 +446,17 @@ def blocks_of(folder: Path, against: Path | None, limit: int) -> tuple[str, dict
 
 
 def head_of(runs: Sequence[Run], words: Words) -> dict[str, Any]:
-    """What the page shows besides completions."""
+    """Returns what the page shows besides completions."""
     return summary(runs) | {"colours": words.missing, "title": title_of(runs)}
 
 
 def title_of(runs: Sequence[Run]) -> str:
-    """Names of the runs."""
+    """Returns the page's title: the names of the runs."""
     return printable(" against ".join(run.name for run in runs))
 
 
 def model_of(run: Run) -> str | None:
-    """Where the run's tokenizer is."""
+    """Returns the model whose tokenizer the run used, with its revision; None if the configuration does not say."""
     model = run.config.get("model")
     if not isinstance(model, dict) or not model.get("path"):
         return None
@@ -472,7 +465,7 @@ def model_of(run: Run) -> str | None:
 
 
 def advantage_of(run: Run) -> str | None:
-    """The kind of advantage that GRPO used; None for PPO, whose advantages need its values."""
+    """Returns the kind of advantage that GRPO used; None for PPO, whose advantages need its values."""
     learner = run.config.get("learner")
     if not isinstance(learner, dict) or learner.get("algorithm") != "grpo":
         return None
@@ -482,7 +475,7 @@ def advantage_of(run: Run) -> str | None:
 
 
 def trained_of(run: Run) -> int | None:
-    """How many groups of a step's file were trained on, the first; None if the configuration does not say."""
+    """Returns the number of groups, the first ones of a step's file, that were trained on; None if it is not known."""
     learner = run.config.get("learner")
     count = learner.get("groups_per_step") if isinstance(learner, dict) else None
     return count if type(count) is int and count > 0 else None

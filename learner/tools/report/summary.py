@@ -1,5 +1,5 @@
-"""What a run folder says of its run, and what a page says of one or two runs besides completions: headline, curves,
-memory, time, settings that differ."""
+"""Reads a run folder, and summarises one or two runs for a report: headline, curves, memory, time and differing
+settings, all but the completions."""
 
 import datetime
 import json
@@ -18,26 +18,26 @@ from learner.config.load import since_moved
 from learner.driver import console
 from rollout import ledger
 
-# What a run folder says of its run, also while the run still writes to it: metrics, configuration, plan, rollouts.
+# Reading a run folder, also while the run still writes to it.
 
-REPLAY = "replay.json"  # in the folder of a replay
-MOST = 2**19  # bytes of config.yaml, plan.json and replay.json
-SHOWN = 2000  # steps of a curve: more than a screen has columns
+REPLAY = "replay.json"  # file in the folder of a replay
+MOST = 2**19  # most bytes of config.yaml, plan.json and replay.json
+SHOWN = 2000  # most steps of a curve: more than a screen has columns
 Column = list[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run folder, as far as it can be read. Letters: S steps that are shown.
+    """What could be read of a run folder. Letters: S steps that are shown.
 
     Attributes:
-        name: of the folder, behind those above it where another run of the report has the same.
-        file: all steps of metrics.jsonl; None where there is no such file.
-        steps: [S] ascending, each once: all of them, or of a long run some that lie evenly, with first and last.
-        metrics: name -> [S] values, None where a step has none or it was not finite. `at` is seconds since 1970.
-        config: config.yaml; plan: plan.json; replay: replay.json. Empty where the file is missing or not whole.
+        name: name of the folder; with folders above it if another run of the report has the same name.
+        file: all steps of metrics.jsonl; None if there is no such file.
+        steps: [S] ascending: all steps, or for a long run evenly spread ones, with the first and the last.
+        metrics: name -> [S] values; None if a step has no value, or one that is not finite. `at`: seconds since 1970.
+        config, plan, replay: contents of config.yaml, plan.json and replay.json; empty if missing or not whole.
         rollouts: the step files, oldest first.
-        phases: of each start of the run that came to its end, seconds of each phase (learner.driver.console.read).
+        phases: for each start of the run that has ended, seconds of each phase (learner.driver.console.read_phases).
         remarks: sentences on what is missing or was left out.
     """
 
@@ -54,18 +54,18 @@ class Run:
 
     @property
     def of(self) -> int | None:
-        """Its last step, as far as one knows before: a run by epochs does not say."""
+        """The last step that is planned; None if it is not known, as for a run by epochs."""
         of = self.replay.get("to", self.config.get("steps"))
         return of if type(of) is int else None
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run has left anything there to report on."""
+    """Whether the folder has anything to report on."""
     return (folder / METRICS_FILE).exists() or bool(ledger.steps(folder / "rollouts"))
 
 
 def read_runs(folder: Path, against: Path | None) -> list[Run]:
-    """A run, and the one that it is compared with, told apart by their names. Raises WrongInput."""
+    """Returns a run, and the run that it is compared with, under different names. Raises WrongInput."""
     folders = [folder] if against is None else [folder, against]
     runs = [read_run(one) for one in folders]
     parts = [one.resolve().parts for one in folders]
@@ -73,12 +73,12 @@ def read_runs(folder: Path, against: Path | None) -> list[Run]:
         names = [str(Path(*one[-depth:])) for one in parts]
         if len({*names}) == len(runs):
             return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-    return runs  # one run against itself
+    return runs  # a run is compared with itself
 
 
 def read_run(folder: Path, *, every: bool = False) -> Run:
-    """every: each step counts as shown, however many they are. Raises WrongInput if the folder is not one of a run
-    that has begun."""
+    """Reads a run folder. every: whether all steps are shown, however many. Raises WrongInput if the folder is not that
+    of a run that has begun."""
     if not folder.is_dir():
         raise WrongInput(f"run: must be a run folder such as runs/demo-seed0, got {folder}; check the path")
     if not begun(folder):
@@ -91,7 +91,7 @@ def read_run(folder: Path, *, every: bool = False) -> Run:
     steps, metrics = ([], {}) if file is None else _curves(file, remarks, every=every)
     replayed = (folder / REPLAY).exists()
     config, replay = _config(folder / "config.yaml", remarks), _mapping(folder / REPLAY, remarks) if replayed else {}
-    plan = {} if replayed else _mapping(folder / "plan.json", remarks)  # a replay makes none
+    plan = {} if replayed else _mapping(folder / "plan.json", remarks)  # a replay has no plan
     spent = _phases(folder, remarks)
     run = Run(folder.resolve().name, file, steps, metrics, config, plan, replay, rollouts, spent, remarks)
     if replayed:
@@ -102,14 +102,14 @@ def read_run(folder: Path, *, every: bool = False) -> Run:
 
 
 def _replayed(run: Run) -> str:
-    """Nothing tells a replay that goes on from one that was stopped."""
+    """Returns a remark on a replay. Whether it still goes on or was stopped cannot be known."""
     done = run.steps[-1] if run.steps else 0
     of = run.replay.get("of", "a run")
     return f"This is a replay of {of}, at step {done} of {run.of}. The completions are that run's."
 
 
 def _early(run: Run) -> list[str]:
-    """Of a run that goes on no longer."""
+    """Returns a remark if a run, which is no longer going on, ended before its last step."""
     done, of = run.steps[-1] if run.steps else 0, run.of
     if of is None or done >= of:
         return []
@@ -119,7 +119,8 @@ def _early(run: Run) -> list[str]:
 
 
 def _file(path: Path, remarks: list[str]) -> MetricsFile | None:
-    """Lines that are none of a step (the last one, while it is being written) are counted."""
+    """Opens metrics.jsonl, with a remark on lines that hold no whole step, such as a last line that is being
+    written."""
     try:
         file = MetricsFile(path)
     except FileNotFoundError:
@@ -154,8 +155,8 @@ def _curves(file: MetricsFile, remarks: list[str], *, every: bool) -> tuple[list
 
 
 def _evenly(steps: list[int], evaluated: list[int]) -> list[int]:
-    """At most about SHOWN of the steps, and as many of those with an evaluation, with the first two and the last of
-    each, ascending. Which ones goes by their own numbers, so that a page stays as it is while its run goes on."""
+    """Returns at most about SHOWN of the steps, and as many of the steps with an evaluation, each with the first two
+    and the last, ascending. Except for the last, the choice changes only when the distance between steps doubles."""
     chosen = set()
     for some in (steps, evaluated):
         every = 1
@@ -174,7 +175,7 @@ def _phases(folder: Path, remarks: list[str]) -> list[dict[str, float]]:
 
 
 def _config(file: Path, remarks: list[str]) -> dict[str, Any]:
-    """With the keys of today, by which an older run is compared with others."""
+    """Returns the configuration, with old keys translated to present ones, so that an older run can be compared."""
     found = _mapping(file, remarks)
     try:
         return since_moved(found)
@@ -184,7 +185,7 @@ def _config(file: Path, remarks: list[str]) -> dict[str, Any]:
 
 
 def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:
-    """A YAML or JSON file that holds a mapping, as JSON may have it."""
+    """Returns the mapping of a YAML or JSON file, with values that JSON can hold."""
     try:
         text = read_text(file, MOST)
         found = json_value(text, file.name) if file.suffix == ".json" else mapping_of(text)
@@ -202,7 +203,7 @@ def _mapping(file: Path, remarks: list[str]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """As JSON may have it: keys are text, and so is what is no finite number, or is of YAML alone, such as a date."""
+    """Converts a value for JSON: keys, numbers that are not finite, and YAML's own types such as dates become text."""
     if isinstance(value, Mapping):
         return {str(key): _shown(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -214,19 +215,19 @@ def _shown(value: Any) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
-# Which curves a report draws, and from which metrics (docs/metrics.md says what each means).
+# The charts of a report; docs/metrics.md says what each metric means.
 
 
 class Figure(NamedTuple):
-    """One chart: its title, what a reader should know, its metrics (a * at the end: all that begin so), its scale."""
+    """A chart."""
 
     title: str
-    hint: str
-    metrics: tuple[str, ...]
-    log: bool = False
+    hint: str  # what a reader should know
+    metrics: tuple[str, ...]  # names; a * at the end stands for all scores that begin so
+    log: bool = False  # whether the scale is logarithmic
 
 
-NO_SCORE = ("failed", "ms", "std", "unscored", "zero_variance_groups", "zeroed")  # behind reward/ or eval/
+NO_SCORE = ("failed", "ms", "std", "unscored", "zero_variance_groups", "zeroed")  # no scores under reward/ or eval/
 FIGURES = (
     Figure("Held-out", "one greedy completion a problem, on problems that are not trained on", ("eval/*",)),
     Figure("Reward", "weighted sum, and each function's own number", ("reward/mean", "reward/*")),
@@ -266,7 +267,7 @@ FIGURES = (
 
 
 def figures(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Those that these metrics are enough for, with the metrics that are there."""
+    """Returns the charts for which there are metrics, with the metrics that are there."""
     known = sorted(names)
     drawn = [(figure, _found(figure.metrics, known)) for figure in FIGURES]
     return [{"title": f.title, "hint": f.hint, "metrics": metrics, "log": f.log} for f, metrics in drawn if metrics]
@@ -277,7 +278,7 @@ def _found(wanted: tuple[str, ...], known: list[str]) -> list[str]:
     for name in wanted:
         start = name.removesuffix("*")
         same = [one for one in known if one == name or (start != name and one.startswith(start) and is_score(one))]
-        played = {one for one in same if f"env/{one.removeprefix(start)}" in known}  # turns, calls: of the environment
+        played = {one for one in same if f"env/{one.removeprefix(start)}" in known}  # the environment's metrics
         found |= dict.fromkeys(one for one in same if one not in played)
     return list(found)
 
@@ -288,18 +289,15 @@ def is_score(name: str) -> bool:
     return own not in NO_SCORE and not own.startswith("status_")
 
 
-# The starts of a run that came to their end: which steps each took, and where its time went.
-
-
 class Start(NamedTuple):
-    """One start. steps: what it took, `steps 5 to 8`. phases: name -> seconds, in the order in which they count."""
+    """A start of a run that has ended: a new run or a resumed one."""
 
-    steps: str
-    phases: dict[str, float]
+    steps: str  # its steps in words, such as `steps 5 to 8`
+    phases: dict[str, float]  # name -> seconds
 
 
 def starts_of(run: Run) -> list[Start]:
-    """Oldest first."""
+    """Returns the starts of a run that have ended, oldest first."""
     ends = [] if run.file is None else [(step, run.file.time(step)) for step in run.file.steps if step]
     found = []
     for line in run.phases:
@@ -316,12 +314,12 @@ def _told(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-PLACE = ("name", "output_dir")  # of a replay, which nobody has set
+PLACE = ("name", "output_dir")  # settings of a replay that its user has not set
 CHANGE = {"eval/accuracy": "held-out accuracy", "reward/mean": "reward", "rollout/completion_length": "length"}
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """Of the run itself, and behind it the one that it is compared with."""
+    """Returns the summary of a run, and of the run that it is compared with if there are two."""
     return {
         "runs": [_run(run) for run in runs],
         "figures": figures({name for run in runs for name in run.metrics}),
@@ -349,7 +347,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _change(run: Run, name: str, label: str) -> dict[str, Any] | None:
-    """First and last value of a metric, and the steps that they are of."""
+    """Returns first and last value of a metric, and their steps; None if there is no value."""
     known = [
         (step, value) for step, value in zip(run.steps, run.metrics.get(name, ()), strict=False) if value is not None
     ]
@@ -360,7 +358,7 @@ def _change(run: Run, name: str, label: str) -> dict[str, Any] | None:
 
 
 def _memory(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Bytes that were planned for each role, by part, and its measured peak."""
+    """Returns for each role the planned bytes, by part, and the measured peak."""
     found = []
     for name in ("learner", "generator"):
         role = _part(plan, name)
@@ -377,12 +375,12 @@ def _part(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _last_part(path: Any) -> str | None:
-    """A folder's own name; a hub model keeps its owner's."""
+    """Returns the last part of a folder's path; the name of a hub model stays as it is."""
     return None if path is None else str(path).rpartition("/")[2] if str(path).startswith("/") else str(path)
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value as the configuration has it; of each reward function, one key and what is set."""
+    """Returns the settings by dotted key, as text; each reward function is one key with its settings."""
     flat: dict[str, str] = {}
     for key, value in dotted(tree).items():
         if isinstance(value, list) and value and all(isinstance(one, dict) and "use" in one for one in value):

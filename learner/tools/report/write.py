@@ -1,4 +1,4 @@
-"""`gleaner report`: the page of a run, into a file, or served while it trains."""
+"""Carries out `gleaner report`: it writes the page of a run into a file, or serves the page while the run trains."""
 
 import hmac
 import os
@@ -40,24 +40,24 @@ from learner.tools.report.summary import (
     read_runs,
 )
 
-# The report while a run trains: served to browsers of this machine, behind a key in the address.
-#
-# Only 127.0.0.1 is listened on. The key keeps other users of the machine out; a request whose Host is another name is
-# refused, so that a page of the web cannot reach it through a name that it points here (DNS rebinding).
+# The server of --live. It listens on 127.0.0.1 only, for browsers of this machine. A key in the address keeps other
+# users of the machine out. A request with another Host is refused, so that a web page cannot reach the server through a
+# name that resolves to 127.0.0.1 (DNS rebinding).
 
 HEADERS = {
     "Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'none'", "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }  # fmt: skip
-PATIENCE_S = 10.0  # for a browser to say what it wants, and to take it
-MOST = 64  # connections at once: each has a thread
-DIGITS = 18  # of a step, at most; int() refuses thousands
+PATIENCE_S = 10.0  # seconds for a browser to send a request, and to take the answer
+MOST = 64  # most connections at once, each of which has a thread
+DIGITS = 18  # most digits of a step's number; int() refuses thousands
 
 
 class Watched:
-    """A run folder that is being written to: blocks are made when they are asked for, a step's only once.
+    """The report of a run folder that is being written to. Blocks are made when they are asked for; the block of a step
+    is made once. Methods may be called from several threads.
 
-    Methods may be called from several threads.
+    limit: most bytes of packed completions.
     """
 
     def __init__(self, folder: Path, against: Path | None, limit: int) -> None:
@@ -67,11 +67,11 @@ class Watched:
         self._sample, self._lock = Sample(), threading.Lock()
 
     def page(self) -> Iterator[str]:
-        """Without blocks, which its script asks for."""
+        """Returns the page without blocks, which its script requests."""
         return page(title_of(self._runs()), {}, live=True)
 
     def block(self, name: str) -> Block | None:
-        """The block of that name as things are now; None if there is none. Raises WrongInput."""
+        """Returns the present block of that name; None if there is none. Raises WrongInput."""
         with self._lock:
             if name == "head":
                 runs = self._runs()
@@ -94,7 +94,7 @@ class Watched:
         self._steps = {}
 
         def step(file: Path, most: int | None) -> Step:
-            # A resumed run writes both again, and the mismatch is there only once the step was trained.
+            # A resumed run writes both files again, and the mismatch is written only after the step.
             mark = (file.name, file.stat().st_mtime_ns, mismatch_file(file).exists(), most)
             made = before.get(mark) or read_step(file, most, advantage=advantage, trained=trained, tokens=known)
             self._steps[mark] = made
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE_S
 
     def do_GET(self) -> None:
-        """The page, or one of its blocks."""
+        """Answers with the page, or with one of its blocks."""
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(HTTPStatus.FORBIDDEN, "this report is served to 127.0.0.1 only\n")
         parts = self.path.split("/")
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(HTTPStatus.OK, found, "text/plain" if name else "text/html")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a line for each request would bury the address."""
+        """Logs nothing: with a line for each request the printed address would scroll away."""
 
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
         body = text.encode()
@@ -142,8 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Listens as soon as it is made; `serve_forever` answers, at most MOST connections at once, and closes others. port
-    0: any that is free. Raises OSError."""
+    """A server that listens from its creation on. `serve_forever` answers at most MOST connections at once, and closes
+    others. port: 0 for any free port. Raises OSError."""
 
     daemon_threads = True
 
@@ -154,31 +154,31 @@ class LiveServer(ThreadingHTTPServer):
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, where there is a place for one."""
+        """Answers in a new thread; closes the connection if there are MOST already."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """To the connection's end."""
+        """Answers until the connection ends, and gives its place free."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that leaves in the middle of an answer is no error."""
+        """Reports an error, unless a browser only left in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
-        """For a browser on this machine."""
+        """The address for a browser on this machine, with the key."""
         return f"http://127.0.0.1:{self.server_port}/{self.key}/"
 
 
-LOOK_S = 0.5  # between two looks at a run that has no step yet
+LOOK_S = 0.5  # seconds between two looks at a run that has no step yet
 
 
 def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int:
@@ -195,7 +195,7 @@ def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int
     partial = target.with_name(target.name + ".partial")
     try:
         with writing(partial):
-            partial.unlink(missing_ok=True)  # in a folder of others it may be a link, or a FIFO
+            partial.unlink(missing_ok=True)  # in a folder that others can write to it may be a link, or a FIFO
             with partial.open("x", encoding="utf-8", newline="\n") as file:
                 file.writelines(page(title, blocks))
             os.replace(partial, target)
@@ -206,8 +206,8 @@ def report(run: Path, out: Path | None, against: Path | None, limit: int) -> int
 
 
 def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
-    """Serves the page to browsers of this machine until Ctrl-C, once the run has something to show. port: 0 for any
-    that is free. Exit codes as above; 1 where the port is taken."""
+    """Waits until the run has something to show, then serves the page to browsers of this machine until Ctrl-C. port: 0
+    for any free port. Returns the exit code: 0, 1 if the port is taken, 2 if there is nothing to report on."""
     try:
         _wait_for_first_step(run)
         watched = Watched(run, against, limit)
@@ -229,7 +229,7 @@ def serve(run: Path, against: Path | None, limit: int, port: int) -> int:
 
 
 def _wait_for_first_step(run: Path) -> None:
-    """Of a run that is starting: its folder is locked, and nothing else is there yet. Ctrl-C ends the waiting."""
+    """Waits while a run is starting: its folder is locked, and has no step yet. Ctrl-C ends the waiting."""
     if files.is_locked(run) and not begun(run):
         print(f"waiting for the first step of {run}; Ctrl-C ends the waiting, and not the run", flush=True)
         while files.is_locked(run) and not begun(run):
