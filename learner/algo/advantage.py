@@ -44,9 +44,9 @@ def batch(rewards: Sequence[Float]) -> list[Float]:
     """(r - mean of its group) / (std of all rewards of the batch + eps): Lite-PPO 2508.08221; scale_rewards="batch" in
     TRL.
 
-    The standard deviation is that of the rewards as they are, differences between groups included, so that it stays
-    near the reward's own scale. That of the centred rewards would shrink with the share of groups that have signal, and
-    blow up the advantages of the last of them.
+    The standard deviation is that of the rewards as they are, with differences between groups, so that it stays near
+    the reward's scale. The standard deviation of centred rewards would shrink with the share of groups that have
+    signal, and make the advantages of the last such groups very large.
     """
     every = np.concatenate(rewards)
     scored = every[np.isfinite(every)]
@@ -95,8 +95,8 @@ LOSSES: dict[str, Callable[[Lengths, int], Coefficients]] = {"dapo": dapo, "dr_g
 
 # Generalised advantage estimation over the tokens that the policy sampled.
 #
-# A token is an action; its state is all that stands before it. An environment's answer is neither action nor state: the
-# last action of a turn is followed by the first action of the next turn. Letters: as in learner.batch.micro_batch.
+# A token is an action; its state is all that stands before it. The tokens of an environment's answer are no actions:
+# the last action of a turn is followed by the first action of the next turn. Letters: as in learner.batch.micro_batch.
 
 # A standard deviation below LEAST (GRPO's EPSILON), or below LEAST_SHARE of the mean, is taken for rounding noise.
 LEAST, LEAST_SHARE = 1e-4, 1e-5

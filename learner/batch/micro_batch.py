@@ -1,5 +1,5 @@
 """Makes the micro-batches of an optimizer batch: reads its groups, packs completions under a token budget, and divides
-the micro-batches among ranks.
+the micro-batches among ranks. It also makes micro-batches of whole sequences, which reward models score.
 
 A packed micro-batch is one row without padding, in which the completions of a group share one prompt (see
 learner.model.attention). A padded micro-batch has one row per completion, for models that cannot attend to a packed

@@ -13,8 +13,8 @@ No mask function is registered with them: transformers then makes no mask, and d
 rows, which would wait for the device. learner.model.packing_check proves at start-up that a model computes correctly
 with these functions.
 
-Letters: N tokens of the row, P tokens of a prefix, M tokens of a block; K key heads, R query heads per key head, D and
-    E widths of a key and a value head; B tiles computed at once, T queries of a tile, S keys that it sees.
+Letters: N tokens of the row, P tokens of a prefix, M tokens of a block; K key heads, R query heads per key head; D, E
+widths of a key and a value head; B tiles computed at once, T queries of a tile, S keys that a tile sees.
 """
 
 from abc import ABC, abstractmethod

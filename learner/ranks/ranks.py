@@ -196,8 +196,8 @@ class Regroup:
 
     deadlines: a rank whose process does not answer for half a heartbeat hangs, and is killed. So it is replaced before
         the learner as a whole counts as hung (learner.driver.failure).
-    replaces: whether a lost rank is replaced. It is not if the base is sharded: the lost rank's shards are lost, so the
-        learner as a whole is.
+    replaces: whether a lost rank is replaced. It is not if the base is sharded: with the lost rank's shards the learner
+        as a whole is lost.
     """
 
     def __init__(self, ranks: Sequence[Rank], deadlines: Deadlines, *, replaces: bool = True) -> None:

@@ -51,7 +51,7 @@ class Facts:
 
     packages: versions of the packages in WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: CUDA
     version of the compiler on the path. torch_cuda: see learner.driver.machine_checks.torch_cuda. cards: all GPUs;
-    visible: those that CUDA_VISIBLE_DEVICES (`named`) leaves. headers: whether Python.h is there. shared: size of
+    visible: those that CUDA_VISIBLE_DEVICES (`named`) leaves. headers: whether Python.h is there. shared: free bytes of
     /dev/shm. disk: free bytes where models, runs and temporary files go. hub: whether it answers; None: not tried,
     since it is switched off or a proxy is set. token: whether a token for the hub is there. walls: what confines a
     policy's code (cluster.confinement).
