@@ -22,7 +22,7 @@ from rewards.base import JUDGE, by_row
 from rewards.call import Group, Status, Verdict
 from rewards.config import RewardConfig, resolved, resolved_names
 from rewards.limits import values_of
-from rewards.slot import Asked, Call, Slot
+from rewards.slot import Call, ScoreCall, Slot
 
 if TYPE_CHECKING:
     from rewards.judge import Judge
@@ -56,7 +56,7 @@ class _Waiting:
     """alone: it was in a message that failed, or late in one, and is asked for by itself now."""
 
     function: Function
-    asked: Asked
+    asked: ScoreCall
     answer: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     alone: bool = False
 
@@ -77,7 +77,7 @@ class Dispatch:
     async def verdict(self, function: Function, group: bytes, size: int) -> Verdict:
         """Of the function for one pickled group of `size` samples. Cancelling it stops the function, once nobody waits
         for another group of the same message."""
-        one = _Waiting(function, Asked(function.call, group, size))
+        one = _Waiting(function, ScoreCall(function.call, group, size))
         self._waiting.append(one)
         # Not at once: what else is asked for in this turn of the event loop goes along.
         asyncio.get_running_loop().call_soon(self._send)

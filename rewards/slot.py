@@ -178,7 +178,7 @@ class Call:
     timeout_s: float
 
 
-class Asked(NamedTuple):
+class ScoreCall(NamedTuple):
     """What a worker is asked: a call on a pickled group of `size` samples."""
 
     call: Call
@@ -217,7 +217,7 @@ class Slot:
         """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
         self._pool.schedule(prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
-    async def scores(self, asked: Sequence[Asked]) -> list[Verdict] | None:
+    async def scores(self, asked: Sequence[ScoreCall]) -> list[Verdict] | None:
         """The verdicts of these calls. Several of them are expected to be quick, or to wait at once. They have one
         message and its deadline: None if that fails, whichever of them is to blame. Each is then told when it is asked
         for by itself. One that was cancelled as late has the status timeout, and its process lives on."""

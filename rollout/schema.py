@@ -188,7 +188,7 @@ def _named(values: pa.Array) -> list[pa.Array]:
     return [values.field("name")] if named else []
 
 
-class Asked(NamedTuple):
+class RecordedProblem(NamedTuple):
     """The parsed value of the column `problem`. messages: chat messages, or plain text."""
 
     messages: list[dict[str, Any]] | str
@@ -196,7 +196,7 @@ class Asked(NamedTuple):
     prefilled: str
 
 
-def asked_of(text: str) -> Asked:
+def asked_of(text: str) -> RecordedProblem:
     """Parses the value of a row's column `problem`. Raises ValueError."""
     found = json_value(text, "column problem")
     if not isinstance(found, dict):
@@ -207,7 +207,7 @@ def asked_of(text: str) -> Asked:
         raise ValueError("column problem must have messages: a text, or a list of mappings")
     if not isinstance(columns, dict) or not isinstance(prefilled, str):
         raise ValueError("column problem must have columns, a mapping, and may have prefilled, a text")
-    return Asked(messages, columns, prefilled)
+    return RecordedProblem(messages, columns, prefilled)
 
 
 def said_of(text: str | None) -> list[dict[str, Any]] | None:

@@ -41,7 +41,7 @@ from rollout.data.weight_names import check_adapter, check_copy, check_model, si
 from rollout.env.config import ENVIRONMENT
 from rollout.env.play import EnvironmentFault, opened
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.protocol import Asked, Start, ToolSpec, own_messages
+from rollout.env.protocol import Question, Start, ToolSpec, own_messages
 from rollout.env.tools.parser import is_hermes, written_by
 from rollout.schema import Problem
 
@@ -309,7 +309,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
             f"rollout.max_prompt_length: must hold the environment's first messages and tools, which take {length} "
             f"tokens of problem {problem.id}, got {config.rollout.max_prompt_length}; raise it"
         )
-    if isinstance(start, Asked):  # a program makes its prompts itself, without the chat template
+    if isinstance(start, Question):  # a program makes its prompts itself, without the chat template
         return Tried()
     check_prompts(chat, config.model.path, [opened(start, problem)])
     if start.tools:
@@ -330,10 +330,10 @@ def _open_walls(config: RunConfig) -> list[str]:
     ]
 
 
-def _lengths(chat: Chat, start: Start | Asked, problem: Problem) -> tuple[int, int]:
+def _lengths(chat: Chat, start: Start | Question, problem: Problem) -> tuple[int, int]:
     """Number of tokens that the trajectory begins with, and how many of them are the tools'. The latter is 0 where the
     environment begins with other messages than the problem's, whose length then does not matter."""
-    if isinstance(start, Asked):
+    if isinstance(start, Question):
         return len(start.token_ids), 0
     messages = opened(start, problem)
     length = len(chat.converse(messages, start.tools))
@@ -387,7 +387,7 @@ def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
         )
 
 
-async def _begun(config: RunConfig, problem: Problem) -> Start | Asked:
+async def _begun(config: RunConfig, problem: Problem) -> Start | Question:
     forks = Forks(spec_of(config.env, config.rollout.environment_memory))
     env = EnvironmentProcess(forks, config.env)
     try:

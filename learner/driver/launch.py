@@ -33,7 +33,7 @@ from learner.driver.console import Phases, Progress
 from learner.driver.evaluate import HeldOut, RewardModels, sampled
 from learner.driver.failure import LearnerLost, RunEnded, first_of, sentence_of
 from learner.driver.identity import Fingerprints
-from learner.driver.loop import Batches, Loop, Schedule, Updates, WeightSync
+from learner.driver.loop import Batches, Loop, Schedule, Training, WeightSync
 from learner.driver.memory import PlanFile, stored_bytes
 from learner.driver.metrics import MismatchGuard, SignalWatch
 from learner.driver.preflight import Prepared
@@ -257,7 +257,7 @@ def wire(
         Schedule(config, inputs.total_steps, cursor, config.num_problems(len(inputs.problems))),
         producers,
         Batches(config, buffer, sinks.timeline),
-        Updates(trainer, deadlines.step, pipes, sync, turns, metrics, record, reward_models),
+        Training(trainer, deadlines.step, pipes, sync, turns, metrics, record, reward_models),
         sync,
         HeldOut(producers, inputs.heldout, config, sinks.timeline),
         RunCheckpoints(config, inputs.total_steps, inputs.fingerprints, trainer, pipes, sinks),

@@ -7,7 +7,7 @@ The same loop trains synchronously and asynchronously. With max_staleness 0 the 
 only when every generator holds the new policy, so nothing is generated before that. With max_staleness k the Buffer has
 room for k more batches, and generation continues while the learner trains.
 
-Loop is the order of events; Updates, Batches, Schedule, WeightSync and Probe, below it, are its parts.
+Loop is the order of events; Training, Batches, Schedule, WeightSync and Probe, below it, are its parts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Loop:
         schedule: Schedule,
         producers: Sequence[Producer],
         batches: Batches,
-        updates: Updates,
+        training: Training,
         sync: WeightSync,
         held_out: HeldOut,
         checkpoints: RunCheckpoints,
@@ -62,7 +62,7 @@ class Loop:
         guard: MismatchGuard,
     ) -> None:
         self.schedule, self.producers, self.batches = schedule, producers, batches
-        self.updates, self.sync, self.held_out = updates, sync, held_out
+        self.training, self.sync, self.held_out = training, sync, held_out
         self.checkpoints, self.metrics, self.guard = checkpoints, metrics, guard
         self.stop = asyncio.Event()
         self._saving = False
@@ -70,7 +70,7 @@ class Loop:
     @property
     def step(self) -> int:
         """Number of steps taken, which is the version of the learner's policy."""
-        return self.updates.step
+        return self.training.step
 
     async def run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
         """Trains from the checkpoint `resume_from`, or from the start, to the last step or until `stop` is set.
@@ -86,7 +86,7 @@ class Loop:
             await self._save_after(first_of(error))
             raise
         finally:
-            self.updates.cancel()
+            self.training.cancel()
             for other in beside:
                 other.close()  # a coroutine that was never awaited, since the run failed early, would cause a warning
 
@@ -95,7 +95,7 @@ class Loop:
         step = 0
         if resume_from is not None:
             step, self.held_out.evaluations = await self.checkpoints.load(resume_from)
-        await self.updates.begin(step)
+        await self.training.begin(step)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(p.run(len(self.producers))) for p in self.producers]
             background += [tasks.create_task(other) for other in beside]
@@ -104,7 +104,7 @@ class Loop:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        delivery = tasks.create_task(self.sync.deliver(await self.updates.first_policy(tasks), release=0))
+        delivery = tasks.create_task(self.sync.deliver(await self.training.first_policy(tasks), release=0))
         await delivery
         self.metrics.start()
         if self.schedule.evaluates(self.step) and not self.held_out.evaluated(self.step):
@@ -113,9 +113,9 @@ class Loop:
             batch = await self._unless_stopped(self.batches.take(self.step))
             if batch is None:
                 break
-            learned = await self.updates.learn(batch, tasks)
+            learned = await self.training.learn(batch, tasks)
             if learned is None:  # the batch was passed over: it has no reward, or reward functions failed on most of it
-                if (failing := self.updates.ends_with()) is not None:
+                if (failing := self.training.ends_with()) is not None:
                     await self._save()
                     raise failing
                 continue
@@ -139,7 +139,7 @@ class Loop:
         if kept := self.held_out.kept():
             self.metrics.note(kept)
         # Batches that were passed over since the last update may use up the problems: that update then was the last.
-        used_up = self.updates.passed_over and self.schedule.done(self.step)
+        used_up = self.training.passed_over and self.schedule.done(self.step)
         if used_up and not self.held_out.evaluated(self.step):
             self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
         if used_up or (self.checkpoints.saved != self.step and self.step > 0):
@@ -171,8 +171,8 @@ class Loop:
         patience = LOST_S if isinstance(error, ClusterLost) else self.checkpoints.deadline_s
         try:
             async with within(patience):
-                await self.updates.settled()
-                if self.updates.agrees and self.step > (self.checkpoints.saved or 0):
+                await self.training.settled()
+                if self.training.agrees and self.step > (self.checkpoints.saved or 0):
                     self.metrics.flush(self.step)
                     await self._save()
         except Exception as also:
@@ -185,14 +185,14 @@ class Loop:
         self._saving = False
 
 
-# Updates: what happens to one batch. Its rollouts go to disk, the learner takes a step, and the new policy is fetched.
+# Training: what happens to one batch. Its rollouts go to disk, the learner takes a step, and the new policy is fetched.
 
 MOST_UNSCORED = 10
 """Number of batches in a row without any reward that ends the run. Where a third of the data cannot be scored and a
 batch is one group, chance makes ten such batches in a row once in 60,000."""
 
 
-class Updates:
+class Training:
     """Updates the policy once for each batch. All that it waits for is the learner.
 
     step: number of updates so far, which is the version of the learner's policy. agrees: whether the learner has

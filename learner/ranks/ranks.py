@@ -97,7 +97,7 @@ def _missed_another(error: BaseException) -> bool:
 LARGEST = ("time/train", "memory/learner_peak")
 
 
-class Asked:
+class RankCalls:
     """Sends a call to all ranks or to rank 0, as its method requires, and joins the answers.
 
     sharded: whether the base is sharded, so that all ranks must be in any pass through it.
@@ -288,7 +288,7 @@ class Ranks:
 
     def __init__(self, ranks: Sequence[Actor[RankService]], regroup: Regroup, *, sharded: bool = False) -> None:
         self.name = "learner"
-        self._asked, self._regroup = Asked(ranks, sharded=sharded), regroup
+        self._asked, self._regroup = RankCalls(ranks, sharded=sharded), regroup
         self._mending, self._looking, self._mended = asyncio.Lock(), asyncio.Lock(), 0  # _mended: number of repairs
         self._steps, self._under_way = 0, False
         self._beside: set[asyncio.Future[None]] = set()  # calls, other than steps, that are not answered yet

@@ -218,7 +218,7 @@ def powers_to(n: int) -> list[int]:
 # Generation: a run's generators without its learner, each with the policy that is evaluated.
 
 
-class Asked(NamedTuple):
+class SamplingRound(NamedTuple):
     """One way in which all problems are sampled."""
 
     sampling: Callable[[int], Sampling]  # index of a problem -> its sampling parameters
@@ -274,7 +274,7 @@ async def groups(
     budgets: Budgets,
     policy: Adapter | Weights,
     problems: Sequence[Problem],
-    asked: Sequence[Asked],
+    asked: Sequence[SamplingRound],
     done: Callable[[int, int], None],
 ) -> list[list[pa.Table]]:
     """Returns for each way of sampling a group of every problem, in their order. Generators are started for it, and
@@ -299,7 +299,7 @@ async def _generated(
     workers: Sequence[EvaluatedWorker],
     problems: Sequence[Problem],
     config: RunConfig,
-    asked: Sequence[Asked],
+    asked: Sequence[SamplingRound],
     done: Callable[[int, int], None],
 ) -> list[list[pa.Table]]:
     sizes = [one.sampling(0).n for one in asked]
@@ -436,9 +436,9 @@ def evaluate(
     budgets = settle(config, chat.config, size_for(config, cards_present(config)))
     config = settled(config, budgets)
     name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
-    asked = [Asked(lambda _: greedy(config), 0)]
+    asked = [SamplingRound(lambda _: greedy(config), 0)]
     if samples:
-        asked.append(Asked(lambda index: _sampling(config, samples, problems[index]), 1))
+        asked.append(SamplingRound(lambda index: _sampling(config, samples, problems[index]), 1))
     told = f"problems: {len(problems)}, {'greedy' if not samples else f'greedy and {samples} samples each'}"
     note(f"{told}; starting Ray and {config.rollout.workers} generator{'s' if config.rollout.workers > 1 else ''}")
     tables = asyncio.run(groups(config, budgets, policy, problems, asked, done))

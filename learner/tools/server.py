@@ -43,7 +43,7 @@ class AsTrained:
     generation: dict[str, Any]  # content of a generation_config.json for transformers and vLLM
     stop: tuple[str, ...]  # strings that ended completions; transformers' generate refuses a file with stop strings
     of_prompts: tuple[str, ...]  # sentences on what was left out of prompts
-    form: str = ""  # rollout.structured_outputs, which the file cannot say; "": completions had no fixed form
+    form: str  # rollout.structured_outputs, which the file cannot say; "": completions had no fixed form
 
     @property
     def tokens(self) -> str:
@@ -82,7 +82,8 @@ def as_trained(config: RunConfig, path: str) -> AsTrained:
     sampling = {"do_sample": True, "temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     if rollout.min_p:
         sampling["min_p"] = rollout.min_p
-    return AsTrained(kept | {"eos_token_id": list(ids)} | sampling, strings, chat.left_out())
+    generation, form = kept | {"eos_token_id": list(ids)} | sampling, rollout.structured_outputs.form
+    return AsTrained(generation, strings, chat.left_out(), form)
 
 
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}  # defaults of environment variables

@@ -13,26 +13,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from cluster.memory.shape import STATE_BYTES
 from learner.config.settings import LearnerConfig, OptimizerConfig
 
-# Exact sums. A float32 sum depends on the order of its terms, so on the number of ranks and on which rank had which
-# micro-batch. The sums of ExactSums do not: every number is split into two parts on fixed grids, and each part is
-# summed without any rounding.
-#
-# The high part h of a float32 number x, |x| < 2^24, is x rounded to a multiple of 2^-14; the low part l is x - h
-# rounded to a multiple of 2^-53. In float64, with its 53 bits, all operations on them are exact:
-#
-# - h: adding 1.5 * 2^38 gives a number between 2^38 and 2^39, where float64 numbers are 2^-14 apart, so the addition
-#   rounds to that grid. The subtraction that follows has two multiples of 2^-14 and loses nothing.
-# - x - h is 0 if x is on the grid, and x if |x| is below 2^-15; else it is at most 2^-15, and a multiple of x's last
-#   bit, which is at least 2^-38.
-# - l: adding 0.75 gives a number between 1/2 and 1, where float64 numbers are 2^-53 apart; the rest is as for h.
-# - A sum of up to 2^15 high parts is a multiple of 2^-14 up to 2^39, and a sum of low parts a multiple of 2^-53 up to
-#   1: each fits 53 bits. So do all partial sums, whatever the order: no addition rounds, on any device or in any
-#   all-reduce.
-#
-# Only the bits of x below 2^-53 (1e-16) are lost. Numbers from 2e-9 on have no such bits, and AdamW's epsilon of 1e-8
-# outweighs them. The sum of both parts is rounded to float32 once. A number that is not finite, or not below 2^24,
-# makes the whole sum nan on every rank.
-
 T = TypeVar("T")
 
 
@@ -72,6 +52,26 @@ class Alone(Peers):
     def gather(self, own: T) -> list[T]:
         return [own]
 
+
+# Exact sums. A float32 sum depends on the order of its terms, so on the number of ranks and on which rank had which
+# micro-batch. The sums of ExactSums do not: every number is split into two parts on fixed grids, and each part is
+# summed without any rounding.
+#
+# The high part h of a float32 number x, |x| < 2^24, is x rounded to a multiple of 2^-14; the low part l is x - h
+# rounded to a multiple of 2^-53. In float64, with its 53 bits, all operations on them are exact:
+#
+# - h: adding 1.5 * 2^38 gives a number between 2^38 and 2^39, where float64 numbers are 2^-14 apart, so the addition
+#   rounds to that grid. The subtraction that follows has two multiples of 2^-14 and loses nothing.
+# - x - h is 0 if x is on the grid, and x if |x| is below 2^-15; else it is at most 2^-15, and a multiple of x's last
+#   bit, which is at least 2^-38.
+# - l: adding 0.75 gives a number between 1/2 and 1, where float64 numbers are 2^-53 apart; the rest is as for h.
+# - A sum of up to 2^15 high parts is a multiple of 2^-14 up to 2^39, and a sum of low parts a multiple of 2^-53 up to
+#   1: each fits 53 bits. So do all partial sums, whatever the order: no addition rounds, on any device or in any
+#   all-reduce.
+#
+# Only the bits of x below 2^-53 (1e-16) are lost. Numbers from 2e-9 on have no such bits, and AdamW's epsilon of 1e-8
+# outweighs them. The sum of both parts is rounded to float32 once. A number that is not finite, or not below 2^24,
+# makes the whole sum nan on every rank.
 
 HIGH, LOW = 1.5 * 2.0**38, 0.75  # adding and subtracting them rounds to the grids of high and low parts
 LIMIT = 2.0**24

@@ -1,8 +1,10 @@
 """The optimizer steps of one batch: forward and backward passes over micro-batches, for the policy and PPO's value.
 
-`Updates` makes the steps of a batch for the Trainer. `Passes` runs the policy on micro-batches; `ValueLearner` runs
-PPO's value and makes its optimizer steps. Letters, as in learner.batch.micro_batch: R completions of the batch, M their
-tokens, N the trained tokens of a micro-batch.
+Read `OptimizerSteps.learn` first: it makes the steps of a batch for the Trainer. `Passes` runs the policy on
+micro-batches; `ValueLearner` runs PPO's value and makes its optimizer steps.
+
+Letters, as in learner.batch.micro_batch: R completions of the batch, M their tokens, N the trained tokens of a
+micro-batch.
 """
 
 import math
@@ -370,7 +372,7 @@ def value_learner(
     return ValueLearner(policy, config, budget, dtype=dtype, total_steps=total_steps)
 
 
-class Updates:
+class OptimizerSteps:
     """Makes the optimizer steps of one batch, and the rehearsal with the largest micro-batch.
 
     max_completion_length: most tokens of a completion; the constant of the dr_grpo loss, and the length in a rehearsal.

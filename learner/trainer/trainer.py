@@ -27,10 +27,9 @@ from learner.algo.advantage import has_signal
 from learner.batch.micro_batch import read
 from learner.config import ModelConfig
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
-from learner.model import policy as activation_checkpointing
 from learner.model.export import served_weights, update_of, write_weights
 from learner.model.logprob import check_ids
-from learner.model.policy import Policy
+from learner.model.policy import Policy, resolve_checkpointing
 from learner.model.roles import reward_roles
 from learner.model.shared_base import MappedBase
 from learner.trainer import state as trainer_state
@@ -38,7 +37,7 @@ from learner.trainer.float32_products import library
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
 from learner.trainer.optimizer import AnyUpdater, GradientSums, Peers, gradient_sums, updater_for, wants_masters
 from learner.trainer.service import Arithmetic, Exported, TrainerService
-from learner.trainer.step import ROLES, Passes, Updates, value_learner, value_roles
+from learner.trainer.step import ROLES, OptimizerSteps, Passes, value_learner, value_roles
 from rollout.delivery import Answer
 from rollout.types import Held, Manifest, SentPolicy, WeightsInFile
 from rollout.weights import WeightsFile, digests_of, read_of
@@ -336,7 +335,7 @@ class Trainer(TrainerService):
             roles=[*reward_roles(reward_adapters), *value_roles(learner)],
         )  # fmt: skip
         updater, sums = _update(self._policy, learner, self._budget.peers, dtype=model.dtype, device=where)
-        self._updates = Updates(
+        self._updates = OptimizerSteps(
             self._policy,
             updater,
             Passes(self._policy, learner, temperature, where, updater.scale, sums),
@@ -463,7 +462,7 @@ def _policy(
     return Policy(
         model,
         learner.lora if learner.mode == "lora" else None,
-        checkpointing=activation_checkpointing.resolve_checkpointing(learner.recomputed, device),
+        checkpointing=resolve_checkpointing(learner.recomputed, device),
         seed=seed,
         device=device,
         offload=learner.offloads,
@@ -474,7 +473,7 @@ def _policy(
     )
 
 
-def _read(folder: Path, policy: Policy, updates: Updates, peers: Peers) -> dict[str, Any]:
+def _read(folder: Path, policy: Policy, updates: OptimizerSteps, peers: Peers) -> dict[str, Any]:
     """Sets the policy's weights from a checkpoint, and returns the rest of its state."""
     if not policy.trained.divided and not (folder / trainer_state.SHARDS).is_dir():
         return trainer_state.read(folder, policy)

@@ -30,13 +30,13 @@ from rewards.slot import confine
 from rollout.env.play import TURNS
 from rollout.env.protocol import (
     DEEPEST,
-    Asked,
     Hosted,
     Message,
     Model,
     NoMore,
     OutOfBudget,
     Program,
+    Question,
     Sampled,
     Start,
     Step,
@@ -59,8 +59,8 @@ class BadAnswer(ValueError):
 
 
 def start_to_json(start: Any) -> dict[str, Any]:
-    """What reset returned, as JSON values. Raises BadAnswer unless it is a valid Start, or a program's Asked."""
-    if isinstance(start, Asked):
+    """What reset returned, as JSON values. Raises BadAnswer unless it is a valid Start, or a program's Question."""
+    if isinstance(start, Question):
         return _asked_to_json(start)
     if not isinstance(start, Start):
         raise BadAnswer(f"reset must return a Start, got {type(start).__name__}")
@@ -74,9 +74,9 @@ def start_to_json(start: Any) -> dict[str, Any]:
 
 
 def step_to_json(step: Any) -> dict[str, Any]:
-    """What step returned, as JSON values. Raises BadAnswer unless it is a program's Asked, or a valid Step that is done
-    or has messages for the policy."""
-    if isinstance(step, Asked):
+    """What step returned, as JSON values. Raises BadAnswer unless it is a program's Question, or a valid Step that is
+    done or has messages for the policy."""
+    if isinstance(step, Question):
         return _asked_to_json(step)
     if not isinstance(step, Step):
         raise BadAnswer(f"step must return a Step, got {type(step).__name__}")
@@ -100,14 +100,14 @@ def encoded(method: str, value: Any) -> bytes:
         raise BadAnswer(f"{method}: must answer with what JSON can hold: {said(error)}") from None
 
 
-def start_from_json(answer: dict[str, Any]) -> Start | Asked:
+def start_from_json(answer: dict[str, Any]) -> Start | Question:
     """The inverse of start_to_json."""
     if "token_ids" in answer:
         return _asked_from_json(answer)
     return Start(tuple(answer["messages"]), tuple(answer["tools"]), answer["state"])
 
 
-def step_from_json(answer: dict[str, Any]) -> Step | Asked:
+def step_from_json(answer: dict[str, Any]) -> Step | Question:
     """The inverse of step_to_json."""
     if "token_ids" in answer:
         return _asked_from_json(answer)
@@ -135,7 +135,7 @@ def _numbers(method: str, values: Any) -> dict[str, float]:
     return {name: _number(f"{method}: {name}", value) for name, value in values.items()}
 
 
-def _asked_to_json(asked: Asked) -> dict[str, Any]:
+def _asked_to_json(asked: Question) -> dict[str, Any]:
     if not asked.token_ids or not all(type(token) is int for token in asked.token_ids):
         raise BadAnswer(f"run: a prompt must be token ids, at least one, got {asked.token_ids!r:.80}")
     if asked.max_tokens is not None and (type(asked.max_tokens) is not int or asked.max_tokens < 1):
@@ -143,8 +143,8 @@ def _asked_to_json(asked: Asked) -> dict[str, Any]:
     return {"token_ids": list(asked.token_ids), "max_tokens": asked.max_tokens}
 
 
-def _asked_from_json(answer: dict[str, Any]) -> Asked:
-    return Asked(tuple(answer["token_ids"]), answer["max_tokens"])
+def _asked_from_json(answer: dict[str, Any]) -> Question:
+    return Question(tuple(answer["token_ids"]), answer["max_tokens"])
 
 
 def _number(what: str, value: Any) -> float:
@@ -189,11 +189,11 @@ class Driven:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._task: asyncio.Task[Mapping[str, float]] | None = None
-        self._questions: asyncio.Queue[Asked] = asyncio.Queue()
+        self._questions: asyncio.Queue[Question] = asyncio.Queue()
         self._answers: asyncio.Queue[Sampled | NoMore] = asyncio.Queue()
         self._turn = asyncio.Lock()  # concurrent requests are answered one after the other
 
-    async def reset(self, problem: Problem, seed: int) -> Asked:
+    async def reset(self, problem: Problem, seed: int) -> Question:
         """Starts the program; returns its first request. Raises BadAnswer if it makes none, and what it raises."""
         self._task = asyncio.create_task(_run(self._program, problem, seed, self))
         first = await self._next()
@@ -201,7 +201,7 @@ class Driven:
             raise BadAnswer("run: must ask the policy for a turn before it ends, and did not")
         return first
 
-    async def step(self, answer: Sampled | NoMore) -> Asked | Step:
+    async def step(self, answer: Sampled | NoMore) -> Question | Step:
         """Answers the last request; returns the next one, or a Step that is done if the program has ended."""
         self._answers.put_nowait(answer)
         return await self._next()
@@ -209,7 +209,7 @@ class Driven:
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
         """Called by the program: see Model.generate."""
         async with self._turn:
-            self._questions.put_nowait(Asked(tuple(token_ids), max_tokens))
+            self._questions.put_nowait(Question(tuple(token_ids), max_tokens))
             answer = await self._answers.get()
         if isinstance(answer, NoMore):
             raise OutOfBudget(answer.reason)
@@ -226,7 +226,7 @@ class Driven:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _next(self) -> Asked | Step:
+    async def _next(self) -> Question | Step:
         assert self._task is not None
         question = asyncio.ensure_future(self._questions.get())
         await asyncio.wait([question, self._task], return_when=asyncio.FIRST_COMPLETED)

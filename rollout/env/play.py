@@ -17,10 +17,10 @@ from rollout.data.chat import Chat
 from rollout.data.observation import UnclosedTurn
 from rollout.data.ordinary_text import OwnText
 from rollout.env.protocol import (
-    Asked,
     Hosted,
     Message,
     NoMore,
+    Question,
     Sampled,
     Start,
     Step,
@@ -305,7 +305,7 @@ class Drive:
         self._tokens, self._turns = tokens, turns
         self._cut = ""  # the outcome, if the program was refused a turn
 
-    async def play(self, env: Hosted, asked: Asked) -> None:
+    async def play(self, env: Hosted, asked: Question) -> None:
         """Answers the program's prompts until it ends, and sets the outcome. Raises EnvironmentFault if a prompt does
         not extend what came before."""
         while True:
@@ -322,7 +322,7 @@ class Drive:
             self._trajectory.answered(step, self._trajectory.row.turns[-1].env_ms + took)
         self._trajectory.outcome = self._cut or "done"
 
-    async def _answer(self, asked: Asked) -> Sampled | NoMore:
+    async def _answer(self, asked: Question) -> Sampled | NoMore:
         trajectory = self._trajectory
         so_far = trajectory.row.so_far
         if asked.token_ids[: len(so_far)] != so_far:
@@ -343,7 +343,7 @@ class Drive:
             trajectory.observed((self._dialogue.shown(seen),), seen)
         return await self._sampled(asked, room)
 
-    async def _sampled(self, asked: Asked, room: int) -> Sampled:
+    async def _sampled(self, asked: Question, room: int) -> Sampled:
         trajectory, begun = self._trajectory, time.perf_counter()
         most = room if asked.max_tokens is None else min(room, asked.max_tokens)
         completion = await self._model.generate(list(asked.token_ids), most, len(trajectory.turns))
@@ -390,7 +390,7 @@ class Player:
             async with clock:
                 begun = await env.reset(problem, seed)
                 start = self._begin(trajectory, begun, problem)
-                if isinstance(begun, Asked):
+                if isinstance(begun, Question):
                     limits = self._limits
                     await Drive(trajectory, model, self._dialogue, limits.tokens, limits.turns).play(env, begun)
                 while not trajectory.outcome:
@@ -405,9 +405,9 @@ class Player:
             trajectory.outcome, trajectory.fault = "env_timeout", sentence
         return trajectory
 
-    def _begin(self, trajectory: Trajectory, begun: Start | Asked, problem: Problem) -> Start:
+    def _begin(self, trajectory: Trajectory, begun: Start | Question, problem: Problem) -> Start:
         prompt = problem.prompt_ids
-        if isinstance(begun, Asked):
+        if isinstance(begun, Question):
             start, prompt = Start((self._dialogue.shown(begun.token_ids),)), begun.token_ids
         else:
             start = replace(begun, messages=opened(begun, problem))

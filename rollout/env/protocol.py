@@ -146,7 +146,7 @@ class Environment(Protocol):
 # gleaner calls an environment, but a program calls gleaner, which records prompts and answers token by token.
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A program's request for a completion. token_ids: the whole prompt. max_tokens: None: as many as are allowed."""
 
     token_ids: tuple[int, ...]
@@ -199,9 +199,9 @@ class Hosted(Protocol):
     step is given a Turn for an environment, Sampled or NoMore for a program.
     """
 
-    async def reset(self, problem: Problem, seed: int) -> Start | Asked: ...
+    async def reset(self, problem: Problem, seed: int) -> Start | Question: ...
 
-    async def step(self, turn: Any) -> Step | Asked: ...
+    async def step(self, turn: Any) -> Step | Question: ...
 
     async def score(self) -> Mapping[str, float]: ...
 

@@ -1,6 +1,7 @@
 """VllmEngine, the Engine of a real run: one LLMEngine of vLLM in the generator's process, owned by one thread.
 
-Calls of VllmEngine become commands. EngineThread takes them from its inbox; Turns executes them, and steps the engine.
+Calls of VllmEngine become commands. EngineThread takes them from its inbox; EngineSteps executes them,
+and steps the engine.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Share:
 Command = Request | Load | Read | Peak | Rest | Share
 
 
-class Turns:
+class EngineSteps:
     """What the engine's thread does: execute commands in order, step the engine, answer finished requests.
 
     backlog: commands that are not executed yet. running: requests in the engine, by id.
@@ -316,7 +317,7 @@ class EngineThread:
             engine = build_engine(arguments, shares_base=self._settings.shares_base)
             if self._settings.shards > 1:
                 settle_ends(engine)
-            self._turns = Turns(engine, self._settings, self.window)
+            self._turns = EngineSteps(engine, self._settings, self.window)
             self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
         except BaseException as error:  # the constructor raises it again
             self.window.clear()

@@ -119,7 +119,7 @@ def load_weights(
 
     Running requests go on under the new weights as replace_adapter says. The prefix cache holds keys and values of the
     old weights, and only requests that began under the old version find them, since the version is part of each
-    prompt's cache salt (Turns).
+    prompt's cache salt (EngineSteps).
 
     Raises EngineError if the version or the names are wrong. Any other error leaves a model of mixed versions, so it is
     raised as a RuntimeError, which ends the engine.

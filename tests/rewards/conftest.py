@@ -6,7 +6,7 @@ import pytest
 
 from rewards.call import Verdict
 from rewards.config import RewardConfig
-from rewards.slot import Asked, Slot
+from rewards.slot import ScoreCall, Slot
 from tests.rewards.pool_case import OneOf
 
 REWARDS = """
@@ -64,7 +64,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     real = Slot.scores
 
-    async def counted(self: Slot, asked: Sequence[Asked]) -> list[Verdict] | None:
+    async def counted(self: Slot, asked: Sequence[ScoreCall]) -> list[Verdict] | None:
         sizes.append(len(asked))
         return await real(self, asked)
 

@@ -16,7 +16,7 @@ from rewards import pool as dispatch
 from rewards.call import Group, Verdict
 from rewards.config import RewardConfig
 from rewards.pool import RewardPool, Scores
-from rewards.slot import Asked, Call
+from rewards.slot import Call, ScoreCall
 from tests.rewards.pool_case import OneOf, at_once, score
 
 
@@ -380,7 +380,7 @@ class Quick:
     def preload(self, call: Call) -> None:
         pass
 
-    async def scores(self, asked: Sequence[Asked]) -> list[Verdict] | None:
+    async def scores(self, asked: Sequence[ScoreCall]) -> list[Verdict] | None:
         assert not self.busy, "one message at a time"
         self.busy = True
         try:

@@ -25,11 +25,11 @@ from learner.algo.loss import (
     log_ratio_of,
     metrics_of,
     token_loss,
-    try_surrogate,
     value_loss,
     value_metrics_of,
 )
 from learner.algo.surrogates import SURROGATES, LossConfig
+from learner.trainer.loss_trial import try_surrogate
 from tests.learner import naive
 from tests.learner.tokens import batch_of
 from tests.learner.trainers import advantages_by_hand, distance, gradient, make_trainer, naive_gradient

@@ -132,6 +132,12 @@ def test_requests_are_sampled_as_the_training_was_and_not_as_the_base_advises(ti
     assert server.notes[0].startswith(
         "sampled as in training unless a request says otherwise: temperature 0.8, the whole distribution, no"
     )
+    formed = run_folder(tmp_path / "formed", model, {"structured_outputs": {"choice": ["yes", "no"]}})
+    write_adapter(formed / "adapter", ["q_proj"])
+    assert (
+        '(in training of the form {"choice": ["yes", "no"]}, which a request must ask for)'
+        in server_of(formed, "127.0.0.1", 1, []).notes[0]
+    )
     plain = run_folder(tmp_path / "plain", model)
     write_adapter(plain / "adapter", ["q_proj"])
     (plain / "generation_config.json").mkdir()  # as one that this user may not write

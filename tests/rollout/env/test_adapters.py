@@ -27,7 +27,7 @@ from rollout.env.config import EnvConfig
 from rollout.env.host import BadAnswer
 from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.protocol import Asked, OutOfBudget, Sampled, Step, ToolCall, Turn
+from rollout.env.protocol import OutOfBudget, Question, Sampled, Step, ToolCall, Turn
 from rollout.schema import Problem
 from tests.rollout.env.hand import problem, said
 from tests.rollout.env.test_rollouts import CHAT, MODEL, PROBLEM
@@ -356,7 +356,7 @@ async def test_an_episode_whose_process_is_killed_ends_all_that_it_started(pytho
     config = EnvConfig(use="verifiers", args=arguments(python, tmp_path / "pid"))
     forks = Forks(spec_of(config))
     env = EnvironmentProcess(forks, config)
-    assert await env.reset(problem(task=3), 1) == Asked((5, 6, 7), 7)
+    assert await env.reset(problem(task=3), 1) == Question((5, 6, 7), 7)
     step = asyncio.create_task(env.step(Sampled(TURN, [-0.5] * 3, "stop")))
     async with asyncio.timeout(30):
         while not (written := tmp_path / "pid").exists() or not written.read_text():

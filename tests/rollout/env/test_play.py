@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollout.env.play import EnvironmentFault, Limits, Player, Trajectory
-from rollout.env.protocol import Asked, Message, Start, Step, ToolSpec, Turn
+from rollout.env.protocol import Message, Question, Start, Step, ToolSpec, Turn
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling
 from rollout.worker import RolloutWorker
@@ -234,7 +234,7 @@ async def test_what_the_engine_raises_is_no_fault_of_the_environment(error: Exce
 async def test_a_program_s_turn_is_cut_by_the_trajectory_s_limit_alone(wanted: int | None, outcome: str) -> None:
     class Short(Answers):
         async def reset(self, problem: Problem, seed: int) -> Any:
-            return Asked((1, 2), wanted)
+            return Question((1, 2), wanted)
 
     assert (await play(Policy([3] * 20), Short(turns=1))).outcome == outcome
 
