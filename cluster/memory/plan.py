@@ -314,7 +314,8 @@ def host_bytes(
     environments: measured with tools in Python; what an environment loads comes on top, up to rollout.process_memory.
     learner, generators: their processes without a model, measured on a CPU, and CUDA's libraries (estimate).
     object_store: in /dev/shm. asleep: weights and adapters of generators in vLLM's sleep level 1, pinned.
-    offloaded: boundaries with learner.checkpointing=offloaded. undo: the state that each rank had before its step, with
+    offloaded: inputs of layers, with learner.checkpointing=offloaded. undo: the state that each rank had before its
+    step, with
       several ranks. paged: the states of paged_adamw_8bit, once the GPU is full. policy: pushed whole weights, where
       the generators read them (if the weights come through the object store: where the processes of a generator with
       shards do).
