@@ -187,8 +187,8 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     weights: the base, b per parameter; nf4 see cluster.memory.shape.base_bytes.
     adapters: with LoRA b n for the model and 4 n for float32 masters (in float32 the two are one), and b per weight of
       each frozen adapter. With full fine-tuning 4 n masters for adamw in 16 bits, and always if the base is divided
-      (n is then that of the rank); other optimizers have none and round (learner.trainer.optimizer). PPO's value: the same for its
-      adapter, and a float32 head of h weights.
+      (n is then that of the rank); other optimizers have none and round (learner.trainer.optimizer). PPO's value: the
+      same for its adapter, and a float32 head of h weights.
     gradients: 4 n, or b n without masters; exact sums (learner.trainer.optimizer) take another 16 n.
     optimizer: AdamW's two float32 moments, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256 values. Paged
       moments may lie in host memory and count 0.
