@@ -205,7 +205,7 @@ class Actor(Protocol[S_co]):
 
 
 class RevivableActor(Actor[S_co], Protocol[S_co]):
-    """An actor whose process may be replaced."""
+    """An Actor whose process can be replaced, and whose end can be awaited."""
 
     async def revive(self, deadline_s: float) -> None:
         """Kills the process if it still runs, starts a fresh one with a newly constructed object, and waits for the

@@ -159,7 +159,7 @@ class Admission:
         del self.admitted[slot]
 
     def put_back(self, slots: Iterable[GroupSlot]) -> None:
-        """Undoes `take`."""
+        """Undoes `take` for these slots."""
         self.admitted = dict.fromkeys([*slots, *self.admitted])
 
     def complete(self, count: int) -> None:

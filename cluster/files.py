@@ -157,7 +157,7 @@ def digest_of(file: Path) -> Digest:
 
 
 def digests_in(folder: Path) -> dict[str, Digest]:
-    """The digest of every file below the folder, by its path relative to the folder."""
+    """The digest of each file below the folder, by the file's path relative to the folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): digest_of(file) for file in files}
 

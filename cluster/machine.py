@@ -1,5 +1,5 @@
-"""What this machine has: installed packages, main and shared memory, disk and GPUs; the thread settings of a command;
-and the processes that another process started."""
+"""Finds out what this machine has (installed packages, main and shared memory, disk, GPUs), and finds and kills the
+processes that another process has started."""
 
 import os
 import shutil
@@ -115,7 +115,7 @@ def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:
     """
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no library, no driver, or no card
+    except pynvml.NVMLError:  # the machine has no library of NVML, no driver, or no GPU
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

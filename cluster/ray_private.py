@@ -86,7 +86,7 @@ log = logging.getLogger("cluster")
 
 _ENV = {
     "RAY_AUTH_MODE": "token",
-    # As on a desktop system, Ray's node is then 127.0.0.1, and every process listens there only. (Ray would replace
+    # As on Windows and macOS, Ray's node is then 127.0.0.1, and every process listens there only. (Ray would replace
     # `_node_ip_address="127.0.0.1"` by the address in the network.)
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # The dashboard's Prometheus page answers without a token, and only an invalid port turns it off.

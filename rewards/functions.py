@@ -35,7 +35,7 @@ def captured(function: FunctionType) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # an empty cell
+        except ValueError:  # the variable has no value
             continue
     names = sorted(set(_globals(function.__code__)))
     found |= {name: function.__globals__[name] for name in names if name in function.__globals__}
@@ -80,10 +80,10 @@ CODE = (
     "co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code", "co_consts",
     "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable",
 )  # fmt: skip
-NOT_OF_A_CLASS = {  # what Python adds to a class that is written in a file
+NOT_OF_A_CLASS = {  # attributes that Python adds to a class, and that do not come from its source
     "__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl",
     "__abstractmethods__",
-    # What pydantic makes of the annotations of a model.
+    # Attributes that pydantic makes from the annotations of a model.
     "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__", "__signature__",
 }  # fmt: skip
 CACHED = type(functools.lru_cache(len))

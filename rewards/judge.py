@@ -274,7 +274,7 @@ class RequestRate:
     def __init__(self, per_minute: float | None) -> None:
         self._gap = 60.0 / per_minute if per_minute else 0.0
         self._next = 0.0
-        self._turn = asyncio.Lock()  # first come, first served
+        self._turn = asyncio.Lock()  # gives turns in the order of the calls of `wait`
 
     async def wait(self, *_: Any) -> None:
         """Returns when the next request may be sent. A cancelled wait uses no turn, so that the requests of a late

@@ -337,7 +337,7 @@ class Slot:
                 raise BrokenProcessPool("its time was over while this process stood still") from None
             raise
         except asyncio.CancelledError:
-            self._loaded.clear()  # pebble ends the process
+            self._loaded.clear()  # pebble kills the process
             raise
         finally:
             waiting.cancel()

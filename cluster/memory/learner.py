@@ -458,7 +458,7 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
     if learning.mode == "lora":
         return merging_bytes(shape) if learning.push == "merged" else 0
     if learning.ranks > 1:
-        return 0  # each layer's gradients are summed and divided at once
+        return 0  # the gradients of each layer are summed and divided among the ranks during the backward pass
     if learning.optimizer == "adamw":
         return 0 if learning.dtype == "float32" else DTYPE_BYTES[learning.dtype] * shape.params
     return 6 * shape.vocab * shape.hidden

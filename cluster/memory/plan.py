@@ -206,7 +206,7 @@ class Wish:
     checkpointing: Checkpointing | None = None
     token_budget: int | None = None
     kv_bytes: int | None = None
-    kv_dtype: str = "bfloat16"  # or fp8
+    kv_dtype: str = "bfloat16"  # of the KV cache; or fp8
     layouts: tuple[Layout, ...] = ("slices", "alternating")
     exact: bool = False  # learner.reduce: exact
     undo: bool = False  # the learner has several ranks, each of which can undo its step
@@ -265,7 +265,7 @@ class Misfit:
 
     shape: Shape
     device_bytes: int
-    least: Plan  # the choice that needs least
+    least: Plan  # the choice that needs the smallest device
     advice: tuple[str, ...]
 
     @property
@@ -521,7 +521,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
     if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
-        optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # that one is for whole models
+        optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # adamw_rounded is for mode full
         lora = replace(wish, mode="lora", base="none", reference="none", optimizer=optimizer)
         other = "" if optimizer == wish.optimizer else f" with learner.optimizer.kind={optimizer}"
         changes.append((f"learner.mode=lora{other}", work, lora))

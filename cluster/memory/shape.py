@@ -76,9 +76,9 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool  # head and input embedding are one matrix
-    attention_bias: bool = False  # on q, k and v
-    output_bias: bool = False  # on o
-    mlp_bias: bool = False  # on gate, up and down
+    attention_bias: bool = False  # q_proj, k_proj and v_proj have biases
+    output_bias: bool = False  # o_proj has a bias
+    mlp_bias: bool = False  # gate_proj, up_proj and down_proj have biases
     softcap: float | None = None  # soft-capping of the final logits (Gemma 2)
     activation: str = "silu"  # of the feed-forward block's gate, by its name in transformers; not read for Gemma
     windowed: tuple[int, int] = (0, 0)  # layers with sliding-window attention, tokens of the window

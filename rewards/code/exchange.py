@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    Node = Any  # what JSON has
+    Node = Any  # a JSON value
     Serve = Callable[["Peer", str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-MOST_BYTES = 64 << 20  # of a message
+MOST_BYTES = 64 << 20  # of a message, at most
 _MOST_KEPT = 1000  # elements, in all, of the values that stay shared from one question to the next
 _LONG = 2**63
 
@@ -68,7 +68,7 @@ _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
     "datetime.timezone": lambda value: (value.utcoffset(None),),
     "pathlib.PosixPath": lambda value: (str(value),),
-    "pathlib._local.PosixPath": lambda value: (str(value),),  # as Python 3.13 calls it
+    "pathlib._local.PosixPath": lambda value: (str(value),),  # its name in Python 3.13
     "uuid.UUID": lambda value: (str(value),),
     "zoneinfo.ZoneInfo": lambda value: (value.key,),
 }
@@ -411,7 +411,7 @@ class Peer(Values):
     def __init__(self, connection: _socket.socket, serve: Serve, *, guarded: bool) -> None:
         super().__init__(guarded=guarded)
         self._connection, self._serve = connection, serve
-        self._turn = threading.RLock()  # tests may have threads
+        self._turn = threading.RLock()  # one question at a time, since tests may have threads
 
     def ask(self, what: str, of: Any, *arguments: Any, **named: Any) -> Any:
         """Sends a question and returns the answer; meanwhile answers questions of the other side. Raises the exception
