@@ -38,9 +38,8 @@ from rewards.limits import LONGEST, described
 # Reward functions of other libraries are recognised by the names of their parameters:
 #
 # * verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)` scores one completion and returns a
-#   number, a dict with `score`, or a tuple that begins with the number. Its graders name the text differently
-# (_OF_ONE).
-#   In batches it is `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
+#   number, a dict with `score`, or a tuple that begins with the number. Its graders have other names for the text
+#   (_OF_ONE). In batches it is `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
 # * OpenRLHF's `reward_func(queries, prompts, labels)` returns numbers, or a dict with `rewards`, `scores` and
 #   `extra_logs`.
 # * `reward(completion, prompt, answer, **columns)` scores one completion and returns what verl's function may return.

@@ -53,10 +53,10 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     graphs: CUDA graphs; none on a CPU. fragmentation: what the allocator keeps on a GPU. context: of the processes.
     push: on a CPU, whole weights that arrive (cluster.memory.learner). On CUDA they arrive layer by layer between two
       engine steps, and are not counted.
+
     With nf4, bitsandbytes dequantises a matrix for a product with many tokens (backends/cuda/ops.py: always beyond
-    1536,
-      on some GPUs from 5 on), and vLLM's plugin copies the product to its place. So workspace has the largest matrix
-      in 16 bits and f more elements per token, and graphs have such a matrix too.
+    1536, on some GPUs from 5 on), and vLLM's plugin copies the product to its place. So workspace has the largest
+    matrix in 16 bits and f more elements per token, and graphs have such a matrix too.
     """
     b = DTYPE_BYTES[serving.dtype]
     # On a CPU the prefill of a prompt is not split.

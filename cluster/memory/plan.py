@@ -315,10 +315,9 @@ def host_bytes(
     learner, generators: their processes without a model, measured on a CPU, and CUDA's libraries (estimate).
     object_store: in /dev/shm. asleep: weights and adapters of generators in vLLM's sleep level 1, pinned.
     offloaded: inputs of layers, with learner.checkpointing=offloaded. undo: the state that each rank had before its
-    step, with
-      several ranks. paged: the states of paged_adamw_8bit, once the GPU is full. policy: pushed whole weights, where
-      the generators read them (if the weights come through the object store: where the processes of a generator with
-      shards do).
+      step, with several ranks. paged: the states of paged_adamw_8bit, once the GPU is full. policy: pushed whole
+      weights, where the generators read them (if the weights come through the object store: where the processes of a
+      generator with shards do).
     passing: the largest of what is held for a while: the learner's weights while they are loaded (4 bits and shards
       matrix by matrix), the copies of a push of whole weights, or a part of a whole model's checkpoint. vLLM maps the
       model's files, whose pages the kernel can free, so they are not counted.
