@@ -219,8 +219,7 @@ class PolicySlot(Generic[T]):
             self._newer.notify_all()
 
     async def wait_newer(self, version: int) -> T:
-        """Waits until there is a value newer than `version`, and returns the newest; versions in between are
-        skipped."""
+        """Waits for a value newer than `version`, and returns the newest; versions in between are skipped."""
         async with self._newer:
             await self._newer.wait_for(lambda: self.version > version)
             return self.get()

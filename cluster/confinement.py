@@ -327,8 +327,7 @@ def _landlock(libc: Any, readable: Iterator[str], *, writes: bool, signals: bool
     if version < 1:
         return False, f"the kernel has none ({os.strerror(ctypes.get_errno())})"
     every = (1 << _KNOWN_RIGHTS.get(version, 16)) - 1
-    # The rights that the ruleset controls: files; bind and connect of TCP; abstract sockets and signals to other
-    # processes.
+    # What the ruleset controls: files; bind and connect of TCP; sockets of and signals to other processes.
     taken = struct.pack("<QQQ", every, 3, 1 if signals else 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(create, taken, len(taken), 0)
     _checked(ruleset, "landlock_create_ruleset")

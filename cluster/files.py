@@ -323,8 +323,7 @@ def _dangles(path: Path) -> bool:
 
 
 def _take(path: Path) -> int:
-    """Creates and locks the lock file, and returns its descriptor. Raises WrongInput if another process has the
-    lock."""
+    """Creates and locks the lock file and returns its descriptor. Raises WrongInput if another process has the lock."""
     tries = 0
     while True:
         tries += 1

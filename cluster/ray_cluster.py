@@ -449,8 +449,7 @@ def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: 
 
 
 def _join(address: str) -> None:
-    """Connects to the cluster of this process's Ray job, or to that at `address`. Raises WrongInput if there is
-    none."""
+    """Connects to the cluster of this process's Ray job, or to that at `address`. Raises WrongInput without one."""
     if not in_job():
         _check_listening(address)
     import ray

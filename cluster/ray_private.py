@@ -262,8 +262,7 @@ class RayProcesses:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     def end(self, pids: Iterable[int | None]) -> None:
-        """Kills what is left of a cluster that has lost one of its processes, beginning with the actors' processes
-        `pids`.
+        """Kills what is left of a cluster that has lost one of its processes, first the actors' processes `pids`.
 
         Ray's own shutdown would wait for the lost process for a minute, and once more when this interpreter exits; its
         atexit handler is removed.

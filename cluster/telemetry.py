@@ -319,8 +319,7 @@ class Timeline:
         return {role: union(own) for role, own in spans.items()}
 
     def forget_before(self, moment: float) -> None:
-        """Flushes the file, and drops spans that ended before `moment` from memory, so that it does not grow with the
-        run.
+        """Flushes the file, and drops spans that ended before `moment`, so that memory does not grow with the run.
 
         A killed run loses the spans since the last flush. Flushing after each span would double the cost of a span.
         """

@@ -385,8 +385,7 @@ class Prometheus:
             self._metrics.set(name, self._run | labels, value, f"{told} of metrics.jsonl")
 
     def _count(self, values: Mapping[str, float]) -> None:
-        """Adds to the counters, for `increase` and `rate` of Prometheus, which thus also see steps between two
-        readings."""
+        """Adds to the counters, for `increase` and `rate` of Prometheus; it may not see the gauges of every step."""
         self._metrics.add("gleaner_steps", self._run, 1, "Steps since the driver started")
         self._metrics.add(
             "gleaner_tokens", self._run, values["rollout/tokens"], "Completion tokens since the driver started"

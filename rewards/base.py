@@ -118,8 +118,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one call logged. metrics: by name, the mean of the logged values. extras: by column, a text per
-    completion."""
+    """What one call logged. metrics: means of the logged values by name. extras: by column, a text per completion."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, Sequence[str]] = field(default_factory=dict)

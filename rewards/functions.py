@@ -253,8 +253,7 @@ def load_pickled(file: Path) -> Any:
 
 
 def digest_in(file: Path) -> str:
-    """The digest of the function in a file that `pack` made; '' if the file is not such a file, which loading
-    reports."""
+    """The digest of the function in a file that `pack` made; '' for another file, which loading reports."""
     try:
         with file.open("rb") as stream:
             return str(json.loads(stream.readline())["digest"])

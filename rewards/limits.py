@@ -234,8 +234,7 @@ def memory_spent(error: BaseException) -> bool:
 
 
 class Usage(NamedTuple):
-    """What a process uses. memory: bytes that RLIMIT_DATA counts. files: open file descriptors. threads: their
-    number."""
+    """What a process uses. memory: bytes that RLIMIT_DATA counts. files, threads: how many are open or running."""
 
     memory: int
     files: int

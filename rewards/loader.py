@@ -87,8 +87,7 @@ def source_of(use: str) -> Path | None:
 
 
 def grader_version(use: str) -> str:
-    """Name and installed version of the package in GRADERS for a built-in; '' if there is none or it is not
-    installed."""
+    """Name and version of the package in GRADERS for a built-in; '' if there is none or it is not installed."""
     package = GRADERS.get(use, "")
     if not package:
         return ""

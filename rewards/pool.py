@@ -222,8 +222,7 @@ class Scores:
     parts: dict[str, list[float | None]]
     """Each function's numbers without its weight, by its metrics name; None: not scored, nan: the function failed."""
     status: list[str]
-    """The worst status of the functions (ok, nan, timeout or error), or none where no function scored the
-    completion."""
+    """The worst status of the functions (ok, nan, timeout or error); none: no function scored the completion."""
     ms: float
     """Milliseconds that scoring took, with the wait for a free worker."""
     failures: tuple[str, ...]

@@ -498,8 +498,7 @@ def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
 
 
 def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """Bytes of the head (learner.model.logprob): one tile of logits, independent of V, and what grows with the
-    tokens."""
+    """Bytes of the head (learner.model.logprob): a tile of logits, independent of V, and what grows with tokens."""
     (head,) = _sums(shape, learning, micro, HEAD)
     tile = HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE
     trained = HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0

@@ -96,8 +96,7 @@ class Shape:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Widths by name: hidden, ffn, q (all query heads), kv (all key heads, which is also that of all value
-        heads)."""
+        """Widths by name: hidden, ffn, q (all query heads), kv (all key heads, or all value heads)."""
         return {
             "hidden": self.hidden,
             "ffn": self.ffn,

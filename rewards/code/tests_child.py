@@ -122,8 +122,7 @@ class _Answer:
         return ("module", value.__name__) if isinstance(value, type(sys)) else ("value", value)
 
     def _test(self, text: str) -> bool:
-        """Whether a test passes in the answer's process (same_process), in which the answer may have changed
-        anything."""
+        """Whether a test passes in the answer's process (same_process), where the answer may have changed anything."""
         names = vars(self._module)
         names["__builtins__"] = dict(_PRISTINE)
         return _passes(text, names)
