@@ -1,4 +1,5 @@
-"""Pipes, processes, placement, telemetry and memory planning. Knows no algorithm."""
+"""Pipes between processes, the processes themselves, their placement, telemetry and memory planning. Nothing here
+depends on the training algorithm, and nothing of the other packages is imported."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,9 @@
-"""What an actor is to its caller: calls with a deadline, the ways to fail, and values on their way to several."""
+"""How one process calls an object in another: the Actor interface, whose calls have a deadline; the errors that a call
+can raise; and Shared, an argument that is serialised once for several calls.
+
+cluster.ray_actor implements the interface with Ray, and Local here in the same process, so the code that calls an actor
+runs with and without Ray.
+"""
 
 import asyncio
 import math
@@ -8,25 +13,24 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
-# Deadlines of which only such seconds count in which this process could run.
+# Deadlines count only seconds in which this process could run.
 #
-# A run that was stopped as a whole goes on when it wakes: a paused container or machine, SIGSTOP to all of its
-# processes, Ctrl-Z, a terminal that takes no more output. By the clock all deadlines are over then, and by this one
-# none is: whoever was asked has stood still as well. (While a machine sleeps, Linux's monotonic clock itself stands
-# still.)
-#
-# A clock is looked at once a second; a look that comes late says that the process stood still meanwhile.
+# A whole run can be stopped and resumed: a paused container or machine, SIGSTOP to all of its processes, Ctrl-Z, a
+# terminal that takes no more output. On the wall clock every deadline has then passed, although the process that was
+# asked was stopped too. So the time in which this process was stopped is not counted. (While a machine sleeps, Linux's
+# monotonic clock itself stops.) The clock is read once a second; a late reading shows that the process was stopped.
 
-LOOK_S = 1.0
-LATE_S = 1.0  # of a look on a busy machine; what is later stood still
-WAKE_S = 10.0  # that are left at least after it did, for others to wake and answer
+LOOK_S = 1.0  # between two readings of the clock
+LATE_S = 1.0  # a busy machine delays a reading by at most this; a longer delay means that the process was stopped
+WAKE_S = 10.0  # after a stop at least these seconds are left, for other processes to wake and answer
 
 
 class Awake:
-    """Seconds that pass while this process runs, as long as `left` is called every LOOK_S seconds or sooner.
+    """A countdown of `seconds` that stops while this process is stopped. `left` must be called at least every LOOK_S
+    seconds.
 
     Attributes:
-        lost: seconds so far in which it stood still.
+        lost: seconds so far in which this process was stopped.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -34,7 +38,7 @@ class Awake:
         self._seen, self.lost = time.monotonic(), 0.0
 
     def left(self) -> float:
-        """At most 0 once they have passed."""
+        """Returns the seconds that are left, 0 or less once all have passed."""
         now = time.monotonic()
         passed, self._seen = now - self._seen, now
         if passed > LOOK_S + LATE_S:
@@ -46,12 +50,13 @@ class Awake:
 
 
 def within(seconds: float | None) -> "Deadline":
-    """As asyncio.timeout by that clock: TimeoutError once the body has taken so many seconds; None, infinity: never."""
+    """Like asyncio.timeout, but counts with Awake: raises TimeoutError in a body that takes longer than `seconds`. None
+    or infinity: no limit."""
     return Deadline(math.inf if seconds is None else seconds)
 
 
 class Deadline:
-    """What `within` gives."""
+    """The asynchronous context manager that `within` returns."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._clock = seconds, Awake(seconds)
@@ -70,17 +75,17 @@ class Deadline:
         await self._timeout.__aexit__(kind, error, trace)
 
     def restart(self) -> None:
-        """All seconds are there again."""
+        """Starts the countdown again with all seconds."""
         self._stop()
         self._clock = Awake(self._seconds)
         self._wait(self._seconds)
 
     def expired(self) -> bool:
-        """Whether they have passed, so that the TimeoutError is this block's."""
+        """Whether the seconds have passed. If not, a TimeoutError was raised by the body itself."""
         return self._timeout.expired()
 
     def stood_still(self) -> bool:
-        """Whether this process did, meanwhile."""
+        """Whether this process was stopped since the countdown began."""
         self._clock.left()
         return self._clock.lost > 0
 
@@ -103,30 +108,31 @@ class Deadline:
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S")
-S_co = TypeVar("S_co", covariant=True)  # the protocol of the object at the other end
+S_co = TypeVar("S_co", covariant=True)  # the protocol of the object that an actor holds
 P = ParamSpec("P")
-Method = Callable[Concatenate[S, P], Awaitable[T]]  # of a service S, as in `Service.method`
+Method = Callable[Concatenate[S, P], Awaitable[T]]  # an unbound method of a protocol S, such as `Service.method`
 
 
 @dataclass(eq=False, slots=True)
 class Shared(Generic[T]):
-    """An argument for calls of several actors, whose methods get the value itself.
+    """An argument that is serialised once for calls of several actors; their methods get the value itself.
 
-    Between processes it is serialised once; `handle` is that copy, in the object store. value: None where it was never
-    in this process (stays_there).
+    value: the value; None in a process that never had it (stays_there). handle: the serialised copy in Ray's object
+    store; None before the first call to another process.
     """
 
     value: T | None
     handle: Any = None
 
     def argument(self) -> T:
-        """This, with the type of what the method gets."""
+        """Returns this Shared, typed as the value that the called method gets."""
         return cast(T, self)
 
 
 def stays_there(method: F) -> F:
-    """Marks a service's method that answers a Shared and something beside it: between processes the value stays in the
-    object store of its node, and the caller gets its handle and what is beside it."""
+    """Marks a service's method that returns a pair of a Shared and another value. When the service is in another
+    process the shared value stays in the object store of that node, and the caller gets a Shared with its handle
+    only."""
     method.__dict__["stays_there"] = True
     return method
 
@@ -135,7 +141,7 @@ class ActorDied(RuntimeError):
     """The process behind an actor ended, or is of no use any more: what was in flight on it is lost. Who owns it starts
     a fresh one (rollout.producer, learner.ranks, learner.driver.launch); of the learner it becomes LearnerLost.
 
-    reason: what ended it, in the words of the exception that did; None if it was killed or ended without a word.
+    reason: the exception, crash message or exit code that ended it; None if it was killed or the cause is unknown.
     """
 
     def __init__(self, text: str, reason: str | None = None) -> None:
@@ -147,8 +153,8 @@ class StartFailed(ActorDied):
     """The constructor raised; the text is the actor's name and the exception's own sentence. It would again: whoever
     starts fresh processes lets it pass (rollout.producer only if it refused its input).
 
-    wrong_input: it refused what it was given, so that another try will end alike. says_all: the sentence is one for the
-    user, to which a traceback would add nothing; the text is then that sentence alone.
+    wrong_input: the constructor refused its arguments, so another try would fail in the same way. says_all: the
+    exception's text is complete for a user without a traceback; the text is then that text alone.
     """
 
     def __init__(self, text: str, reason: str, wrong_input: bool, *, says_all: bool = False) -> None:
@@ -176,15 +182,16 @@ class ClusterLost(RuntimeError):
 
 
 class Unusable(RuntimeError):
-    """Raised by a method of an actor's object that cannot go on: its process must be replaced (ActorDied there)."""
+    """A method of an actor's object raises this when its process must be replaced; the caller gets ActorDied."""
 
 
 class Actor(Protocol[S_co]):
-    """One end of a process border: `await actor.call(Service.method, seconds, *args)`."""
+    """The caller's handle of an object that may be in another process: `await actor.call(Service.method, seconds,
+    *args)`. The type argument is the protocol of the object's methods."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for messages and logs, such as generator-0."""
 
     async def call(
         self,
@@ -194,26 +201,27 @@ class Actor(Protocol[S_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Runs the object's method of that name with these arguments, what is Shared by value.
+        """Calls the object's method with the name of `method` and returns its result. A Shared argument arrives as its
+        value.
 
         Raises ActorDied, DeadlineExceeded, RemoteError, ValueLost, cluster.files.WriteFailed.
         """
 
 
 class RevivableActor(Actor[S_co], Protocol[S_co]):
-    """An actor whose process may be replaced."""
+    """An Actor whose process can be replaced, and whose end can be awaited."""
 
     async def revive(self, deadline_s: float) -> None:
-        """Puts a fresh process (state as after construction) in the place of this one, which is killed if it still
-        runs, and waits for its constructor; ActorDied, StartFailed, DeadlineExceeded."""
+        """Kills the process if it still runs, starts a fresh one with a newly constructed object, and waits for the
+        constructor. Raises ActorDied, StartFailed, DeadlineExceeded."""
 
     async def until_ended(self, silence_s: float) -> None:
-        """Waits for ever; ActorDied as soon as this process ends, DeadlineExceeded once it has given no answer for so
-        long: it hangs."""
+        """Never returns. Raises ActorDied as soon as the process ends, and DeadlineExceeded once the process has not
+        answered for `silence_s` seconds, which means that it hangs."""
 
 
 class Local(Generic[S]):
-    """The same interface over an object in this process: logic tests and runs without a cluster."""
+    """A RevivableActor whose object is in this process, for tests and for runs without Ray."""
 
     def __init__(self, name: str, factory: Callable[..., S], args: Sequence[Any]) -> None:
         self.name = name
@@ -229,7 +237,7 @@ class Local(Generic[S]):
         except Unusable as error:
             raise ActorDied(f"{self.name}: {error}", reason=str(error)) from error
         except TimeoutError:
-            if not limit.expired():  # the method's own
+            if not limit.expired():  # the method itself raised it
                 raise
             raise DeadlineExceeded(f"{self.name}: {method.__name__} gave no answer within {deadline_s:g} s") from None
 

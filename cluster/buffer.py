@@ -1,17 +1,18 @@
-"""The pipe that carries samples down: a bounded queue of Arrow tables, the oldest policy version first, that lives with
-its consumer.
+"""The two pipes of a run, both in the driver's process: Buffer carries finished groups from the producers to the
+driver's loop, PolicySlot carries new policies from the loop to the producers.
 
-Pace is a property of this pipe, so neither producers nor the consumer hold an `if` about it:
+The Buffer alone sets the pace of generation and bounds staleness, so the producers and the loop (its only consumer)
+need no code for either. A group passes through these calls:
 
-    admit    a producer waits for a slot before it starts a group; the slot is in use from then on
-    put      the finished group enters; waits while the bytes bound is reached
-    give_up  the group will not come: the slot is free again
-    take     the consumer waits for `count` useful groups; those with older tokens than its bound are dropped
-    release  the consumer frees the slots once the policy that learned from those groups is with every producer
-    pass_over  the consumer learns nothing from those groups, and takes others in their place
+    admit      a producer waits for a free slot before it begins a group; the slot is in use from then on
+    put        the producer adds the finished group, and waits while the Buffer holds too many bytes
+    give_up    the producer frees the slot of a group that was lost
+    take       the consumer waits for a batch of useful groups; groups with too old tokens are dropped
+    release    the consumer frees the slots of a batch once the policy that learned from it is with every producer
+    pass_over  the consumer frees the slots of a batch from which nothing is learned
 
-How many slots there are, what that has to do with staleness, what a slow or lost worker costs, and why nobody waits for
-ever, is said where slots are counted (Admission).
+The comment above Admission says how many slots there are, why they bound staleness, what a slow or a lost worker costs,
+and why no wait is endless.
 """
 
 import asyncio
@@ -24,15 +25,13 @@ import pyarrow as pa
 
 from cluster.actor import within
 
-# The right to generate one group.
-
 
 @dataclass(eq=False, slots=True)
 class GroupSlot:
-    """A slot of the Buffer, in the hands of one producer from `admit` until it calls `put` or `give_up`.
+    """The right to generate one group; one producer holds it from `admit` until it calls `put` or `give_up`.
 
-    version: Admission.version when the slot was taken. number: of slots that were taken before it. bytes: that the
-    group keeps in memory, from `put` on.
+    version: Admission.version when the slot was taken. number: how many slots were taken before it. bytes: the size of
+    the group in memory; 0 before `put`.
     """
 
     version: int
@@ -40,62 +39,66 @@ class GroupSlot:
     bytes: int = 0
 
 
-# When a group may be begun, and which group goes into a batch next: the slots of a Buffer and the staleness bound.
+# Slots and the staleness bound: when a group may be begun, and which group goes into a batch next.
 #
-# There are groups_per_step * (1 + max_staleness) slots. A group takes one when it is begun, and the slot is free again
-# when the policy that learned from the group is with every producer. That alone bounds staleness, by arithmetic: a
-# group that was begun at policy version v goes into batch v + max_staleness at the latest (batches and versions count
-# from 0; batch v is trained by version v and makes version v + 1). Younger groups may overtake it as long as the
-# batches up to that one have room for all older groups; then the batch waits (earliest deadline first). So no group
+# There are groups_per_step * (1 + max_staleness) slots. A group takes a slot when it is begun, and the slot is free
+# again when the policy that learned from the group is with every producer. That alone bounds staleness: a group that
+# was begun at policy version v goes into batch v + max_staleness at the latest (batches and versions count from 0;
+# batch v is trained by version v and makes version v + 1). Younger groups may overtake it as long as the batches up to
+# that batch have room for all older groups; when they have not, the batch waits (earliest deadline first). So no group
 # gets too old, and none is dropped because its completions are long, which would teach the policy to write short ones.
 # Synchronous training is max_staleness 0: no slot is free before the newest policy is with every producer.
 #
-# What a slow worker costs: a batch waits for the groups that are due in it, and nobody makes them in place of the
-# worker that has them. So a worker that takes longer for a group than the run takes for 1 + max_staleness batches sets
-# the pace of the whole run.
+# What a slow worker costs: a batch waits for the groups that are due in it, and no other worker generates them a second
+# time. So a worker that takes longer for a group than the run takes for 1 + max_staleness batches sets the pace of the
+# whole run.
 #
-# What a lost worker costs: its groups stay missing until the lost call ends (at once if the process died, after
-# deadlines.group if it hangs). Then their slots are free and their positions are issued again, before any new one, to
-# whichever worker asks first; the lost one is among them once a fresh process has the newest policy (deadlines.start,
-# then deadlines.push to load it and again to prove it, each with deadlines.group where max_staleness is above 0, since
-# what is under way may come first). The consumer gives up, and ends the run, after deadlines.start +
-# deadlines.group.
+# What a lost worker costs: its groups are missing until the lost call ends (at once if the process died, after
+# deadlines.group if it hangs). Then their slots are free and their positions are issued again, before any new position,
+# to whichever worker asks first. The lost worker asks again once a fresh process has the newest policy, which takes
+# deadlines.start, then deadlines.push to load the policy and deadlines.push to prove it at most (with max_staleness
+# above 0 each push also deadlines.group, since running completions may have to finish first). The consumer gives up,
+# and ends the run, after deadlines.start + deadlines.group.
 #
-# Why nobody waits for ever. Let the consumer wait for its next group; a group is admitted from `admit` until it is
-# taken or given up.
+# Why no wait is endless. Suppose that the consumer waits for its next group, and call a group admitted from `admit`
+# until it is taken or given up.
 #
 # - An admitted group has not arrived: its producer waits for its worker, and each such wait has a deadline (a call:
-#   group or push; a fresh process: start). It does not wait for the Buffer, since `put` lets everything in while the
-#   consumer waits. So the group arrives, or it is given up. Losses are counted, by worker and by problem, and too many
-#   of them end the run (rollout.producer, rollout.producer).
-# - All admitted groups have arrived: the one of the oldest version is taken, since no older one is being generated.
+#   group or push; a fresh process: start). The producer does not wait for the Buffer, since `put` accepts every group
+#   while the consumer waits. So the group arrives, or it is given up. Losses are counted, by worker and by problem, and
+#   too many of them end the run (rollout.producer).
+# - All admitted groups have arrived: the group of the oldest version is taken, since no older group is being generated.
 # - No group is admitted: the slots in use are those of groups that were taken and not released. These are the
 #   t < groups_per_step groups of this batch, and those of the batch before while its policy is on its way. Together
-#   they
-#   are fewer than 2 * groups_per_step, so with max_staleness >= 1 a slot is free. With max_staleness 0 one is free as
-#   soon as every producer that has a process has acknowledged that policy, for which the run waits deadlines.push +
-#   deadlines.start at most.
-#   A free slot goes to the first lane that asks, of any worker, and a lane makes one group after another: one living
-#   worker is enough.
+#   they are fewer than 2 * groups_per_step, so with max_staleness >= 1 a slot is free. With max_staleness 0 a slot is
+#   free as soon as every producer that has a process has acknowledged that policy, for which the run waits
+#   deadlines.push + deadlines.start at most. A free slot goes to the first lane that asks, of any worker, and a lane
+#   generates one group after another: one living worker is enough.
 #
-# So with one hung worker of two: it holds the slots of its lanes, half of all at most, until its calls end; the other
-# one makes groups with the rest, and the consumer takes them until a batch lacks only groups of the hung one.
+# Example: one of two workers hangs. It holds the slots of its lanes, at most half of all, until its calls end. The
+# other worker generates groups with the remaining slots, and the consumer takes them until a batch lacks only groups of
+# the hung worker.
 
 
 class Admission:
-    """The slots of one Buffer."""
+    """Counts the slots of one Buffer and says which group goes into the batch next. It holds slots, never groups.
+
+    slots: how many there are. in_use: how many are not free. admitted: the slots whose group was neither taken nor
+    given up, in the order in which they were taken. runs_ahead: whether groups are generated while a policy is on its
+    way (max_staleness above 0).
+    """
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self.slots = groups_per_step * (1 + max_staleness)
         self.in_use = 0
-        self.admitted: dict[GroupSlot, None] = {}  # an ordered set: neither taken nor given up
+        self.admitted: dict[GroupSlot, None] = {}  # an ordered set
         self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
         self.runs_ahead = max_staleness > 0
         self._first_version = 0
         self._taken = 0  # groups, since the start
-        self._released = 0
-        self._given = 0
-        self._waiting: deque[asyncio.Future[GroupSlot]] = deque()  # producers
+        self._released = 0  # groups, since the start
+        self._given = 0  # slots, since the start
+        self._waiting: deque[asyncio.Future[GroupSlot]] = deque()  # calls of `ask` without a slot yet
 
     @property
     def version(self) -> int:
@@ -104,15 +107,16 @@ class Admission:
 
     @property
     def batches(self) -> int:
-        """How many are complete, those before a resumed run too."""
+        """How many batches are complete, counting those before a resumed run began."""
         return self._first_version + self._taken // self._groups_per_step
 
     def resume(self, version: int) -> None:
-        """The run goes on from this policy version, so that many batches are complete. To be called before `ask`."""
+        """Starts the counts at the policy version of a resumed run, which is also its number of complete batches. Must
+        be called before `ask`."""
         self._first_version = version
 
     def ask(self) -> asyncio.Future[GroupSlot]:
-        """A slot, as soon as one is free and all who asked before have theirs."""
+        """Returns a future of a slot, which is set once a slot is free and all earlier calls have theirs."""
         turn: asyncio.Future[GroupSlot] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._give_out()
@@ -129,16 +133,17 @@ class Admission:
                 turn.set_result(slot)
 
     def free(self, slot: GroupSlot) -> None:
-        """Nothing will be learned from its group."""
+        """Frees the slot of a group that was not taken and will not be trained on."""
         del self.admitted[slot]
         self.in_use -= 1
         self._give_out()
 
     def due(self, arrived: Container[GroupSlot], missing: int) -> GroupSlot | None:
-        """Whose group goes into this batch next: of those in `arrived` the oldest. None if there is none, or if older
-        groups that are being generated need all of the room that is left up to their last batch.
+        """Returns the slot whose group goes into this batch next: the oldest slot in `arrived`. None if `arrived` has
+        no admitted slot, or if older groups that are being generated need all places that are left up to their last
+        batch.
 
-        missing: groups that this batch lacks.
+        missing: the number of groups that this batch still lacks.
         """
         first: GroupSlot | None = next((slot for slot in self.admitted if slot in arrived), None)
         if first is None:
@@ -153,26 +158,26 @@ class Admission:
         return first
 
     def take(self, slot: GroupSlot) -> None:
-        """Its group is in the batch; the slot stays in use."""
+        """Notes that the slot's group is in the batch; the slot stays in use."""
         del self.admitted[slot]
 
     def put_back(self, slots: Iterable[GroupSlot]) -> None:
-        """Undoes `take`: the slots are again in the order in which they were given out."""
+        """Undoes `take` for these slots; all slots are then again in the order in which they were taken."""
         self.admitted = dict.fromkeys(sorted([*slots, *self.admitted], key=lambda slot: slot.number))
 
     def complete(self, count: int) -> None:
-        """That many groups were taken, and no more are for now."""
+        """Notes that a batch of `count` taken groups is complete."""
         self._taken += count
 
     def release(self, count: int) -> None:
-        """Frees the slots of `count` groups that were taken."""
+        """Frees the slots of `count` taken groups. Raises ValueError if fewer taken groups hold a slot."""
         self._check_taken(count)
         self.in_use -= count
         self._released += count
         self._give_out()
 
     def pass_over(self, count: int) -> None:
-        """Frees them where no policy comes of these groups: their batch does not count as one."""
+        """Frees the slots of `count` taken groups from which no policy will come: their batch is not counted."""
         self._check_taken(count)
         self.in_use -= count
         self._taken -= count
@@ -184,29 +189,32 @@ class Admission:
             raise ValueError(f"buffer: cannot release {count} slots, {unreleased} taken ones are in use")
 
 
-# The pipe that carries policies up: one slot that holds the newest value; newest wins, nobody polls.
-
 T = TypeVar("T")
 
 
 class PolicySlot(Generic[T]):
-    """One slot with a version, and who has acknowledged which version, for one asyncio event loop."""
+    """Holds the newest policy with its version, and which version each worker has acknowledged, for one asyncio event
+    loop. A newer policy replaces an older one that nobody fetched.
+
+    version: of the newest policy; -1 before the first. acknowledgements: by worker name, the last acknowledged version.
+    """
 
     def __init__(self) -> None:
         self.version = -1
         self.acknowledgements: dict[str, int] = {}
         self._away: set[str] = set()
         self._value: T | None = None
-        self._newer = asyncio.Condition()  # two, so that an acknowledgement does not wake all who wait for a version
+        # Two conditions, so that an acknowledgement does not wake the tasks that wait for a newer version.
+        self._newer = asyncio.Condition()
         self._acknowledged = asyncio.Condition()
 
     def get(self) -> T:
-        """The newest value; before the first publish there is none, which is a bug of the caller."""
+        """Returns the newest value. A call before the first `publish` is a bug of the caller."""
         assert self._value is not None, "nothing was published yet"
         return self._value
 
     async def publish(self, version: int, value: T) -> None:
-        """Replaces the value; versions only grow."""
+        """Replaces the value and wakes all who wait for a newer version. Raises ValueError unless the version grows."""
         if version <= self.version:
             raise ValueError(f"policy_slot: version must grow, got {version} after {self.version}")
         async with self._newer:
@@ -214,35 +222,36 @@ class PolicySlot(Generic[T]):
             self._newer.notify_all()
 
     async def wait_newer(self, version: int) -> T:
-        """The newest value once it is newer than `version`; versions in between are skipped."""
+        """Waits for a value newer than `version`, and returns the newest; versions in between are skipped."""
         async with self._newer:
             await self._newer.wait_for(lambda: self.version > version)
             return self.get()
 
     async def acknowledge(self, name: str, version: int) -> None:
-        """`name` holds `version` now."""
+        """Notes that worker `name` holds `version` now."""
         async with self._acknowledged:
             self.acknowledgements[name] = version
             self._acknowledged.notify_all()
 
     async def leave(self, name: str) -> None:
-        """Nobody waits for `name` until it returns, unless all are away."""
+        """Excludes worker `name` from `acknowledged` until `back`, unless all workers are away."""
         async with self._acknowledged:
             self._away.add(name)
             self._acknowledged.notify_all()
 
     def back(self, name: str) -> None:
-        """`name` is waited for again. It must hold the newest version: older ones may count as acknowledged by all."""
+        """Includes worker `name` in `acknowledged` again. The worker must hold the newest version, since older versions
+        may have been reported as acknowledged by all."""
         assert self.acknowledgements[name] == self.version, f"{name} came back without v{self.version}"
         self._away.discard(name)
 
     def others(self, name: str) -> bool:
-        """Whether anybody but `name` has a value and is not away."""
+        """Whether any worker other than `name` has acknowledged a version and is not away."""
         return bool(self.acknowledgements.keys() - self._away - {name})
 
     async def acknowledged(self, version: int, names: list[str], deadline_s: float) -> None:
-        """Waits until every name that is not away holds `version` or newer, and one at least; TimeoutError says who
-        does not and what it holds."""
+        """Waits until every worker in `names` that is not away, and at least one, holds `version` or a newer version.
+        Raises TimeoutError, which names the late workers and the versions that they hold."""
 
         def late() -> list[str]:
             present = [name for name in names if name not in self._away] or names
@@ -260,21 +269,24 @@ class PolicySlot(Generic[T]):
                 ) from None
 
 
-MAX_REFILLS = 8  # batches' worth of useless groups in one take; after that what comes is taken as it is
+MAX_REFILLS = 8  # `take` skips at most this many batches' worth of useless groups, then takes every group
 
 
 class Batch(NamedTuple):
-    """What `take` found: the groups asked for, and those that were passed over as useless (they hold no slot)."""
+    """What `Buffer.take` returns. groups: those to train on. useless: those that were skipped, which hold no slot."""
 
     groups: list[pa.Table]
     useless: list[pa.Table]
 
 
 class Buffer:
-    """Bounded queue of rollout groups (pa.Table by value), for one asyncio event loop and one consumer.
+    """Bounded queue of finished groups (a pa.Table each, by value), for one asyncio event loop and one consumer.
 
-    Args: groups_per_step: of one batch. max_staleness: policy versions. max_bytes: Arrow bytes held, at most (unless
-    the consumer waits for more). on_drop: receives each group that was too old to train on after all.
+    Args: groups_per_step: groups of one batch. max_staleness: the bound, in policy versions. max_bytes: Arrow bytes
+    that waiting groups may take (more while the consumer waits). on_drop: is called with each group that `take` drops
+    as too old.
+
+    bytes: Arrow bytes of the waiting groups. dropped_stale: how many groups were dropped as too old.
     """
 
     def __init__(
@@ -294,8 +306,8 @@ class Buffer:
         self.bytes = 0
         self.dropped_stale = 0
         self._admission = Admission(groups_per_step, max_staleness)
-        self._groups: dict[GroupSlot, pa.Table] = {}  # that have arrived
-        self._news = asyncio.Event()  # for the consumer: a group came, or one less is due
+        self._groups: dict[GroupSlot, pa.Table] = {}  # those that wait to be taken
+        self._news = asyncio.Event()  # wakes the consumer: a group arrived, or a slot was given up
         self._consumer_waits = asyncio.Event()
 
     def __len__(self) -> int:
@@ -303,21 +315,21 @@ class Buffer:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether groups are generated while a policy arrives (max_staleness above 0)."""
+        """Whether groups are generated while a policy is on its way (max_staleness above 0)."""
         return self._admission.runs_ahead
 
     @property
     def slots(self) -> int:
-        """Groups that may be admitted and not released at one time."""
+        """How many groups may be admitted and not yet released at one time."""
         return self._admission.slots
 
     @property
     def in_use(self) -> int:
-        """Slots that are not free."""
+        """How many slots are not free."""
         return self._admission.in_use
 
     def resume(self, version: int) -> None:
-        """The run goes on from this policy version; to be called before the first group is admitted."""
+        """Starts the counts at the policy version of a resumed run. Must be called before the first `admit`."""
         self._admission.resume(version)
 
     async def admit(self) -> GroupSlot:
@@ -326,13 +338,14 @@ class Buffer:
         try:
             return await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given a slot in the same moment
+            if not turn.cancelled():  # the future was set just before this task was cancelled
                 self.give_up(turn.result())
             raise
 
     async def put(self, slot: GroupSlot, group: pa.Table) -> None:
-        """Adds a finished group; waits while the bytes bound is reached."""
-        slot.bytes = group.get_total_buffer_size()  # found 25 times sooner than nbytes, which adds up slices
+        """Adds a finished group. Waits while it would take the waiting groups beyond `max_bytes`, unless the consumer
+        waits or no other group does."""
+        slot.bytes = group.get_total_buffer_size()  # 25 times faster than nbytes, which adds up slices
         while not self._fits(slot.bytes):
             await self._consumer_waits.wait()
         self._groups[slot] = group
@@ -343,7 +356,7 @@ class Buffer:
         return self._consumer_waits.is_set() or not self._groups or self.bytes + size <= self.max_bytes
 
     def give_up(self, slot: GroupSlot) -> None:
-        """The group of this slot will not be put. Nothing happens if it was."""
+        """Frees the slot of a group that will not come. Does nothing if the group was already put."""
         if slot in self._admission.admitted and slot not in self._groups:
             self._admission.free(slot)
             self._news.set()
@@ -351,8 +364,8 @@ class Buffer:
     async def take(
         self, count: int, oldest_version: int, useful: Callable[[pa.Table], bool] = lambda group: True
     ) -> Batch:
-        """`count` useful groups without a token of a policy older than `oldest_version`, as soon as Admission.due names
-        them."""
+        """Waits for `count` useful groups, in the order of Admission.due. A group with a token of a policy older than
+        `oldest_version` is dropped; a group that is not `useful` is skipped (at most MAX_REFILLS * count of them)."""
         if not 1 <= count <= self.slots:
             raise ValueError(f"buffer: take must ask for 1 to {self.slots} groups (its slots), got {count}")
         taken: dict[GroupSlot, pa.Table] = {}
@@ -373,7 +386,7 @@ class Buffer:
                 else:
                     self._admission.take(slot)
                     taken[slot] = group
-        except asyncio.CancelledError:  # a take that is given up takes nothing
+        except asyncio.CancelledError:  # the groups taken so far go back; dropped and useless ones are gone
             self._put_back(taken)
             raise
         finally:
@@ -382,7 +395,7 @@ class Buffer:
         return Batch(list(taken.values()), useless)
 
     async def _arrival(self, missing: int) -> GroupSlot:
-        """The slot whose group goes into the batch next, as soon as there is one."""
+        """Waits for the slot whose group goes into the batch next."""
         while (slot := self._admission.due(self._groups, missing)) is None:
             self._news.clear()
             await self._news.wait()
@@ -394,10 +407,10 @@ class Buffer:
         self.bytes += sum(slot.bytes for slot in taken)
 
     def release(self, count: int) -> None:
-        """Frees the slots of `count` groups that were taken."""
+        """Frees the slots of `count` taken groups, whose policy is with every producer now."""
         self._admission.release(count)
 
     def pass_over(self, count: int) -> None:
-        """Frees the slots of the `count` groups of a batch from which nothing is learned, so that another batch takes
-        its place: the policy stays what it is, and so does how old its groups may get."""
+        """Frees the slots of a batch of `count` groups from which nothing is learned. Another batch takes its place,
+        for the same policy version and with the same staleness bound."""
         self._admission.pass_over(count)

@@ -1,11 +1,11 @@
-"""Processes that run somebody else's code, or that may hang: how each starts, answers by a deadline, and ends.
+"""Starts and ends child processes that run untrusted code or may hang. Linux only.
 
-There are two kinds. `forked` calls functions in copies of this process, which knows already what they need. A `Program`
-is started from its command. What they have in common is here: they end with the process that started them
-(`end_with_parent`), or are killed with all that they have started (`end_tree`); deadlines count only seconds in which
-this process ran (cluster.actor.Awake); and none has a copy of a lock or socket that is not its own.
+`forked` calls functions in forked copies of this process, which has loaded what the functions need. A `Program` is
+started from its command line. Both kinds end with the process that started them (`end_with_parent`) and are killed
+together with all that they started (`end_tree`). Their deadlines count only seconds in which this process ran
+(cluster.actor.Awake), and no child inherits a lock or socket of its parent.
 
-Walls are the matter of who knows what is to run: cluster.confinement, rewards.slot.confine. Linux.
+This module does not confine what a child may do; the callers do (cluster.confinement, rewards.slot.confine).
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from cluster import actor
 from cluster.machine import descendants, kill
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_MOST_FORKED = 8 << 10  # bytes that a forked function may answer
-_PIPE = 3  # its descriptor in a fork
+_MOST_FORKED = 8 << 10  # bytes of a forked function's answer, at most
+_PIPE = 3  # the descriptor of the answer pipe in a forked copy
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
-    """Has the kernel send this process a signal once the *thread* of `parent` that started it ends. Returns whether
-    `parent` is there still: if it ended before, no signal comes, and the caller leaves by itself.
+    """Asks the kernel to send this process the signal `number` when the *thread* of `parent` that started it ends.
+    Returns whether `parent` still runs: if it ended earlier, no signal comes, and the caller must exit.
 
-    Raises OSError where the kernel refuses it.
+    Raises OSError if the kernel refuses.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -46,27 +46,27 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
 
 
 def end_tree(pid: int) -> None:
-    """Kills a process that nobody has waited for yet, all that descend from it, and all of its group, whose members may
-    have outlived those who started them. What has detached itself from all of these is not found."""
+    """Kills a process that was not waited for yet, its descendants, and its process group, some of whose members may
+    have lost their parents. A process that left both the tree and the group is not found."""
     every = [pid, *descendants(pid)]
-    with contextlib.suppress(ProcessLookupError):  # it has no group of its own
+    with contextlib.suppress(ProcessLookupError):  # the process has no group of its own
         os.killpg(pid, signal.SIGKILL)
     kill(every)
 
 
 def end_process(process: BaseProcess) -> None:
-    """The same of a process of multiprocessing. Blocks until it is gone."""
+    """Kills a multiprocessing process as `end_tree` does, and waits until it has ended."""
     assert process.pid is not None
     if process.exitcode is None:
         end_tree(process.pid)
     else:
-        with contextlib.suppress(ProcessLookupError):  # nothing was left
+        with contextlib.suppress(ProcessLookupError):  # no process of the group is left
             os.killpg(process.pid, signal.SIGKILL)
     process.join()
 
 
 def silence() -> None:
-    """This process reads nothing more by its standard streams, and what it writes there is lost."""
+    """Redirects the standard streams of this process to /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
@@ -74,16 +74,19 @@ def silence() -> None:
 
 
 def keep_from_children(descriptor: int) -> None:
-    """A process that this one forks has nothing there: who waits for the end of ours would wait for its end, too."""
+    """Replaces this descriptor by /dev/null in each process that this one forks. Otherwise the reader of a pipe or
+    socket would see its end only after all forked processes have ended too."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, descriptor))
 
 
-# Functions in copies of this process. A copy costs milliseconds, where a fresh interpreter would import all anew.
+# Functions in forked copies of this process. A fork takes milliseconds; a fresh interpreter would import everything
+# again.
 
 
 class Outcome(NamedTuple):
-    """What became of a function: its `answer`, or else whether it was late, or the exit code of its process."""
+    """The result of one function of `forked`. answer: what it returned. late: it did not answer in time. code: the exit
+    code of its process, if that ended without an answer."""
 
     answer: Any = None
     late: bool = False
@@ -93,19 +96,19 @@ class Outcome(NamedTuple):
 class _Fork(NamedTuple):
     pid: int
     pipe: int
-    nonce: bytes  # without which nothing counts that comes from the pipe
+    nonce: bytes  # begins an answer; other bytes in the pipe are ignored
 
 
 def forked(functions: Sequence[Callable[[], object]], seconds: float, walls: Callable[[], object]) -> list[Outcome]:
-    """Calls each function in a copy of this process, all at once, and ends the copies.
+    """Calls each function in a forked copy of this process, all at the same time, and kills the copies.
 
-    A copy ends with this process, and has of all that is open here the standard streams alone: neither a lock nor a
-    socket is held by it. It calls `walls` first. Its answer comes as JSON and never as a pickle, since what was called
-    may have written it; one that is longer than 8 KiB, or is none, counts as the end of its process. A function
-    that raises has ended its process, too.
+    A copy first calls `walls`, which confines it. It ends with this process, and of the open files of this process it
+    keeps only the standard streams. It answers in JSON and never in pickle, since untrusted code may have written the
+    answer. A function that raises, and an answer that is not JSON or longer than 8 KiB, give the Outcome of a process
+    that ended without an answer.
 
-    To be called where no other thread holds a lock that a function needs: the copy has no threads. Raises OSError if no
-    process can be started; those that were are ended then.
+    No other thread may hold a lock that a function needs, since a copy has no other threads. Raises OSError, after
+    killing the copies already started, if a process cannot be started.
     """
     forks: list[_Fork] = []
     told: dict[int, bytes] = {}
@@ -117,7 +120,7 @@ def forked(functions: Sequence[Callable[[], object]], seconds: float, walls: Cal
         told, late = _told([fork.pipe for fork in forks], seconds)
     finally:
         for fork in forks:
-            end_tree(fork.pid)  # which changes no exit code of one that has closed its pipe by ending
+            end_tree(fork.pid)  # a process that closed its pipe by ending keeps its exit code
             codes.append(os.waitstatus_to_exitcode(os.waitpid(fork.pid, 0)[1]))
             os.close(fork.pipe)
     return [
@@ -144,7 +147,7 @@ def _fork(function: Callable[[], object], walls: Callable[[], object]) -> _Fork:
 def _answer(
     function: Callable[[], object], walls: Callable[[], object], pipe: int, nonce: bytes, parent: int
 ) -> NoReturn:
-    """The copy, to its end."""
+    """Runs in the forked copy until it exits: writes the nonce and the answer to `pipe`."""
     status = 1
     try:
         if end_with_parent(parent):
@@ -159,16 +162,17 @@ def _answer(
 
 
 def _keep(pipe: int) -> None:
-    """Closes all but the standard streams and the pipe."""
+    """Moves `pipe` to descriptor _PIPE and closes all other descriptors but the standard streams."""
     os.dup2(pipe, _PIPE)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > _PIPE:
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
                 os.close(int(name))
 
 
 def _told(pipes: Sequence[int], seconds: float) -> tuple[dict[int, bytes], set[int]]:
-    """All that came from each pipe until its end, or until it was too much, and those that had no end in time."""
+    """Reads each pipe until its end or _MOST_FORKED bytes. Returns the bytes by pipe, and the pipes that did not end
+    within `seconds`."""
     told = dict.fromkeys(pipes, b"")
     clock = actor.Awake(seconds)
     with selectors.DefaultSelector() as waiting:
@@ -190,13 +194,12 @@ def _outcome(told: bytes, fork: _Fork, code: int) -> Outcome:
     return Outcome(code=code)
 
 
-# Programs. What they read and write is in files that have no name: nothing that one can change is opened by its name
-# here, and neither side waits for the other to read.
+# Programs. Their input and output are files without a name (memfd): a program cannot replace a file that this process
+# opens later, and neither side blocks until the other reads.
 
 
 def nameless(content: bytes = b"") -> BinaryIO:
-    """A file in memory with this content; the limit of a file's size (RLIMIT_FSIZE) bounds what its writer makes of
-    it."""
+    """Returns a file in memory with this content. The RLIMIT_FSIZE of a process that writes it bounds its size."""
     file = open(os.memfd_create("child"), "w+b", buffering=0)  # noqa: SIM115 - of the caller
     file.write(content)
     file.seek(0)
@@ -204,22 +207,23 @@ def nameless(content: bytes = b"") -> BinaryIO:
 
 
 def written(file: BinaryIO) -> str:
-    """All that its writer made of it."""
+    """Returns the whole text of a file of `nameless`."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode("utf-8", "replace")
 
 
 class Program:
-    """A program in a session of its own, that signals of a terminal do not reach.
+    """A running program, in a session of its own, which signals of the terminal do not reach.
 
     Attributes:
-        ended: done once it has ended, however that came.
+        ended: a future that is done once the program has ended for any reason.
     """
 
     def __init__(self, command: Sequence[str], **how: Any) -> None:
-        """how: as of subprocess.Popen. Raises OSError, or RuntimeError, where this process can start none."""
+        """how: further arguments of subprocess.Popen. Raises OSError or RuntimeError if no process or thread can be
+        started."""
         self._process = subprocess.Popen(command, start_new_session=True, **how)
         self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # who waits and is cancelled does not cancel it
+        self.ended.set_running_or_notify_cancel()  # a waiting task that is cancelled cannot cancel the future
         try:
             threading.Thread(target=self._wait, name="child", daemon=True).start()
         except RuntimeError:
@@ -228,13 +232,13 @@ class Program:
             raise
 
     def _wait(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # `code` was faster
-            # It stays a zombie until then, so that its number, and that of its group, are nobody else's.
+        with contextlib.suppress(ChildProcessError):  # `code` has already collected the exit code
+            # WNOWAIT leaves a zombie until `code` is called, so that no other process gets this pid or group id.
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self.ended.set_result(None)
 
     def within(self, seconds: float) -> bool:
-        """Whether it has ended by then."""
+        """Waits at most `seconds` for the program to end. Returns whether it has ended."""
         clock = actor.Awake(seconds)
         while not self.ended.done() and (left := clock.left()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -242,23 +246,23 @@ class Program:
         return self.ended.done()
 
     def kill(self) -> None:
-        """Ends it and all that it has started, if that is there still. May be called again."""
+        """Kills the program and all processes that it started. May be called again."""
         if self._process.returncode is None:
             end_tree(self._process.pid)
 
     def code(self) -> int:
-        """Waits for its end -> its exit code, negative that of a signal."""
+        """Waits until the program has ended and returns its exit code; -n means that signal n ended it."""
         return self._process.wait()
 
 
 def tied(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our modules as `python -m` does, in a process that ends with the thread that starts
-    it. Not by a function between fork and exec (preexec_fn), which is not safe beside threads."""
+    """Returns the command that runs one of our modules, as `python -m` does, in a process that ends with the thread
+    that starts it. (A preexec_fn could call `end_with_parent` too, but is not safe in a process with threads.)"""
     return [sys.executable, "-P", "-m", __name__, str(os.getpid()), module, *arguments]
 
 
 def main(parent: str, module: str, *arguments: str) -> None:
-    """The process of `tied`."""
+    """Entry point of the command of `tied`."""
     if not end_with_parent(int(parent)):
         sys.exit(1)
     sys.argv = [module, *arguments]

@@ -1,17 +1,18 @@
-"""What keeps code that a policy wrote to its own computation: walls that a process puts up around itself, for good.
+"""Confines a process that is about to run code written by the policy: `confine` restricts the calling process for good,
+so that the code can compute and little else.
 
-`confine` is called in a process of one thread that is about to run such code: a fresh interpreter (`command`), or a
-fork. It puts up, as far as the kernel has them,
+`confine` is called in a process with one thread: a fresh interpreter (`command`), or a fork. It sets up these walls, as
+far as the kernel has them:
 
-- a user and a network namespace of its own, and no capabilities;
-- Landlock (Linux 5.13): files are read only of the interpreter and its libraries, and written only below the working
-  folder; no TCP, no abstract socket and (Linux 6.12) no signal leads out;
-- a filter of system calls (seccomp): those that Python computes with are let through and all others refused, among
-  them those that start processes, reach a socket, signal another process, and share memory that no limit counts;
-- limits of time, memory, files and threads.
+- a user namespace and a network namespace of its own, without capabilities;
+- Landlock (Linux 5.13): the process reads only the files of the interpreter and its libraries, writes only below its
+  working folder, and has no TCP, no abstract sockets of others, and (Linux 6.12) no signals to others;
+- a filter of system calls (seccomp): those with which Python computes are allowed. All others are refused, among them
+  those that start processes, connect sockets, signal other processes, or share memory that no limit counts;
+- limits of CPU time, memory, files and threads.
 
-`walls` says which of them this kernel gives. Standard library only, and quick to load, since a trajectory waits for it:
-`typing` and `dataclasses` would take a tenth of the start.
+`walls` says which of them this kernel has. The module imports only parts of the standard library that load quickly,
+since a trajectory waits for it: `typing` and `dataclasses` would take a tenth of the start.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     Walls = dict[str, tuple[bool, str]]
-    """By name, whether it stands, and what there is to say of it."""
+    """By name of a wall: whether it is in place, and a text for the user."""
     Conditions = Sequence[tuple[int, int, Sequence[int]]]
 
 USER, NETWORK, LANDLOCK, SECCOMP, LIMITS = "namespace", "network", "Landlock", "seccomp", "limits"
-DESCRIPTORS = 64
-THREADS = 64  # that code may have beside those that the machine has already
-RESERVE = 4 << 30  # bytes of address space beside the memory limit: mapped libraries, and the arenas of threads
-_NOBODY = 2_000_000_000  # and the process's number: a user that nobody is
+DESCRIPTORS = 64  # open files of a confined process, at most
+THREADS = 64  # threads of a confined process, at most, added to the threads that the machine has at its start
+RESERVE = 4 << 30  # bytes of address space beyond the memory limit, for mapped libraries and the arenas of threads
+_NOBODY = 2_000_000_000  # added to the process id, this is a user id that no user has
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38  # linux/prctl.h
-_SIGKILL = 9  # of `signal`, which takes longer to load than all else here
+_SIGKILL = 9  # signal.SIGKILL; loading `signal` takes longer than loading all other modules here
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _PACKAGES = ("site-packages", "dist-packages")
 _READABLE = (
@@ -50,16 +51,16 @@ _READABLE = (
     "/sys/devices/system/cpu", "/dev/urandom", "/dev/random",
 )  # fmt: skip
 
-# Landlock, linux/landlock.h: rights by their bit, and how many bits of them each version of the interface knows.
-_LANDLOCK = (444, 445, 446)  # create_ruleset, add_rule, restrict_self: the same numbers everywhere
+# Landlock, linux/landlock.h: bits of rights, and how many bits each version of the interface knows.
+_LANDLOCK = (444, 445, 446)  # create_ruleset, add_rule, restrict_self: the same numbers on all architectures
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
-_OF_FILES = 0b111 | _TRUNCATE | 1 << 15
-_KNOWN_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # 16 from version 5 on
-# All but devices, FIFOs and sockets, of which nobody who computes needs one.
+_OF_FILES = 0b111 | _TRUNCATE | 1 << 15  # rights that apply to files; the others apply to folders only
+_KNOWN_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version -> bits; 16 from version 5 on
+# All rights in the working folder, except to create devices, FIFOs and sockets, which computing does not need.
 _OWN_FOLDER = _WRITE_FILE | _READ_FILE | _READ_DIR | _TRUNCATE | sum(1 << bit for bit in (4, 5, 7, 8, 12, 13))
 
-# System calls that are let through, by their numbers on x86_64 and aarch64 (asm/unistd.h), some of them under the
-# conditions of _CHECKED. All others are refused: what is not here cannot be a way out that was forgotten.
+# The allowed system calls with their numbers on x86_64 and aarch64 (asm/unistd.h); some are allowed only under the
+# conditions of _CHECKED. All others are refused, so that a call which nobody thought of cannot be a way out.
 _CALLS = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
 preadv2 327 286, pwritev2 328 287, close 3 57, close_range 436 436, stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79,
@@ -89,7 +90,7 @@ fcntl 72 25, ioctl 16 29, kill 62 129, tgkill 234 131, prctl 157 167, prlimit64 
 sched_setaffinity 203 122, setpriority 141 140, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11,
 llistxattr 195 12, flistxattr 196 13, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452
 """
-_NEWER = 452  # system calls beyond this number are answered as by a kernel that does not have them
+_NEWER = 452  # system calls beyond this number fail as on a kernel that does not have them
 _ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of _CALLS; linux/audit.h
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000  # linux/seccomp.h
 _ANY = 0xFFFFFFFF
@@ -101,47 +102,50 @@ def _refused(number: int) -> int:
 
 
 _DENY = _refused(errno.EPERM)
-# (conditions, what follows where all of them hold, what else); a condition: argument, mask, one of these values.
+# System call -> (conditions, answer if all of them hold, answer if not). A condition is (index of an argument, mask,
+# allowed values).
 _CHECKED: dict[str, tuple[Conditions, int, int]] = {
-    # Before Linux 6.2 Landlock sees no truncation by an open for reading.
+    # Before Linux 6.2 Landlock does not see that an open for reading truncates a file.
     "open": ([(1, os.O_TRUNC | os.O_ACCMODE, [os.O_TRUNC])], _DENY, _ALLOW),
     "openat": ([(2, os.O_TRUNC | os.O_ACCMODE, [os.O_TRUNC])], _DENY, _ALLOW),
-    # Counted by no limit, as are System V's shared memory, memfd and files on /dev/shm, which are not to be had at all.
+    # No limit counts shared anonymous memory. (The same is true of System V's shared memory and memfd, whose calls are
+    # not allowed, and of files in /dev/shm, which cannot be opened.)
     "mmap": ([(3, _SHARED_NOWHERE, [_SHARED_NOWHERE])], _refused(errno.ENOMEM), _ALLOW),
     "clone": ([(0, 0x10000, [0x10000])], _ALLOW, _DENY),  # CLONE_THREAD
-    "clone3": ([], _refused(errno.ENOSYS), _ALLOW),  # whose flags a filter cannot see; libraries fall back on clone
-    # Not F_SETOWN, F_SETSIG and their like, by which the kernel sends signals in our name; nor leases.
+    "clone3": ([], _refused(errno.ENOSYS), _ALLOW),  # a filter cannot see its flags; libraries fall back on clone
+    # F_SETOWN, F_SETSIG and the like are refused, since the kernel then sends signals for this process, and leases.
     "fcntl": ([(1, _ANY, [*range(8), 36, 37, 38, *range(1030, 1035)])], _ALLOW, _DENY),
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": ([(1, _ANY, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])], _ALLOW, _refused(errno.ENOTTY)),
-    "kill": ([(0, _ANY, [])], _ALLOW, _DENY),  # [] stands for the processes that it may signal
+    "kill": ([(0, _ANY, [])], _ALLOW, _DENY),  # [] stands for the processes that may be signalled
     "tgkill": ([(0, _ANY, [])], _ALLOW, _DENY),
     # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
     "prctl": ([(0, _ANY, [3, 15, 16, 0x53564D41])], _ALLOW, _DENY),
-    "prlimit64": ([(0, _ANY, [0])], _ALLOW, _DENY),  # limits and priorities of others: of none
+    "prlimit64": ([(0, _ANY, [0])], _ALLOW, _DENY),  # 0 is this process; those of other processes are refused
     "sched_setaffinity": ([(0, _ANY, [0])], _ALLOW, _DENY),
     "setpriority": ([(0, _ANY, [0]), (1, _ANY, [0])], _ALLOW, _DENY),
-    # AF_UNIX, SOCK_STREAM, as event loops have one; a pair of datagrams can send to any address.
+    # AF_UNIX with SOCK_STREAM, which event loops need; a pair of datagram sockets could send to any address.
     "socketpair": ([(0, _ANY, [1]), (1, 0xF, [1])], _ALLOW, _DENY),
-    # A disk would be full at once of files that stand in no folder any more; writing takes as long as the disk does.
+    # With it, deleted files that are still open could fill the disk at once; writing them takes time.
     "fallocate": ([], _refused(errno.EOPNOTSUPP), _ALLOW),
-    # As on a file system without them, which copying knows.
+    # The answer of a file system without extended attributes, which functions that copy files accept.
     **dict.fromkeys(
         ("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"),
         ([], _refused(errno.EOPNOTSUPP), _ALLOW),
     ),
-    # Landlock does not see them. They are said to be done, since shutil.copy fails where they are refused.
+    # Landlock does not control them. They do nothing and report success, since shutil.copy would fail on an error.
     **dict.fromkeys(("chmod", "fchmod", "fchmodat", "fchmodat2"), ([], _refused(0), _ALLOW)),
 }
-# What Python says before it does it (docs.python.org, audit events), by its beginning.
+# Beginnings of the names of Python's audit events (docs.python.org), which are raised before the action.
 _STARTS_PROCESSES = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn")
 _OPENS_NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostby",
                   "socket.getnameinfo")  # fmt: skip
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What starts a fresh interpreter that calls `main` of one of our modules with these arguments: without `site`,
-    whose .pth files take longer than all the rest, and with our own packages on its path for that import only."""
+    """Returns the command that starts a fresh interpreter and calls `main` of one of our modules with these arguments.
+    It starts without `site`, whose .pth files take longer than all the rest, and has our packages on its path for that
+    import only."""
     program = (
         "import sys\n"
         "_, root, libraries, module, *given = sys.argv\n"
@@ -163,16 +167,16 @@ def _packages() -> list[str]:
 def confine(
     seconds: int, memory_bytes: int, file_bytes: int, *, writes: bool = True, child: int | None = None
 ) -> Walls:
-    """Puts the walls up, for good, and says which stand.
+    """Confines this process for good, and returns which walls are in place.
 
     Args:
-        seconds: of CPU time.
-        memory_bytes: that the process may write to, what it has already included.
-        file_bytes: of any file that it writes.
-        writes: whether it may write below its working folder.
-        child: a process that it has started, and may end.
+        seconds: CPU time.
+        memory_bytes: writable memory, with what the process has already.
+        file_bytes: size of any file that the process writes.
+        writes: whether the process may write below its working folder.
+        child: a child process that it may signal (None: no process but itself).
 
-    Raises OSError where not even a limit can be set.
+    Raises OSError if not even a limit can be set.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     parent, threads, mapped = os.getppid(), _threads_of_the_machine() + THREADS, _mapped()
@@ -187,11 +191,11 @@ def confine(
         walls[LANDLOCK] = False, f"the kernel has it and refuses it ({error})"
     _drop_capabilities(libc)
     _checked(libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before prctl could say so
+    if os.getppid() != parent:  # the parent ended before prctl was called
         os._exit(1)
     signalled = (os.getpid(),) if child is None else (os.getpid(), child)
     walls[SECCOMP] = _seccomp(libc, signalled)
-    # Without the filter of system calls it is the limit of processes that keeps all but root from starting one, and
+    # Without the filter of system calls, the limit of processes keeps all users but root from starting a process, and
     # then no thread can be started either.
     threads = threads if walls[SECCOMP][0] else 0
     limit(resource.RLIMIT_CPU, seconds)
@@ -206,19 +210,19 @@ def confine(
         "of CPU time, memory, files and threads" if threads else "of CPU time, memory and files; no threads",
     )
     sys.addaudithook(lambda event, arguments: _refuse(signalled, event, arguments))
-    _posixsubprocess.fork_exec = _refuse_process  # of multiprocessing; there is no event of it
+    _posixsubprocess.fork_exec = _refuse_process  # used by multiprocessing, without an audit event
     return walls
 
 
 def limit(kind: int, value: int) -> None:
-    """Sets a limit that this process cannot raise again; a lower one that is set already stays."""
+    """Sets a resource limit that this process cannot raise again; a lower limit that is already set is kept."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
 
 
 def walls() -> Walls:
-    """Those that this kernel gives, found out by a process that puts them up, in about 0.1 s."""
+    """Which walls this kernel has. A process is started that confines itself, which takes about 0.1 s."""
     import json
     import subprocess
 
@@ -227,7 +231,7 @@ def walls() -> Walls:
 
 
 def missed(walls: Walls) -> list[str]:
-    """What code can do, since these walls are all that stand; nothing where Landlock and seccomp do."""
+    """A sentence for each missing wall on what confined code can do therefore; none with Landlock and seccomp."""
     (landlock, no_landlock), (seccomp, no_seccomp) = walls[LANDLOCK], walls[SECCOMP]
     found = []
     if not landlock:
@@ -242,14 +246,15 @@ def missed(walls: Walls) -> list[str]:
 
 
 def main() -> None:
-    """The process that `walls` asks."""
+    """Entry point of the process that `walls` starts."""
     import json
 
     print(json.dumps(confine(10, 1 << 30, 1 << 20, writes=False)))
 
 
 def _threads_of_the_machine() -> int:
-    """All of them, proc(5); the limit of a user's processes counts those that it has already."""
+    """The number of all threads of the machine, proc(5). It is added to the limit of processes, which also counts those
+    that the user has already."""
     return int(_told("/proc/loadavg", "0 0 0 0/4096 0").split()[3].partition("/")[2])
 
 
@@ -259,7 +264,7 @@ def _mapped() -> int:
 
 
 def _told(path: str, otherwise: str) -> str:
-    """What a file of /proc says, of which some sandboxes have little."""
+    """The text of a file in /proc, or `otherwise` in sandboxes without that file."""
     try:
         with open(path) as file:
             return file.read()
@@ -268,25 +273,25 @@ def _told(path: str, otherwise: str) -> str:
 
 
 def _be_the_first_to_go() -> None:
-    """Where the machine runs out of memory, the kernel ends this process before those that it serves."""
+    """Makes the kernel kill this process before all others when the machine runs out of memory."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-    except OSError:  # the kernel chooses as it does without that
+    except OSError:  # without this the kernel chooses by its own rule
         return
 
 
 def _be_nobody() -> None:
-    """Root alone is not held to the limit of processes, nor of threads: so its real user, by which the kernel counts,
-    becomes another. The effective one stays, which may read an interpreter below /root."""
+    """Changes root's real user id, by which the kernel counts processes and threads, since root is exempt from their
+    limit. The effective user id stays root's, so that an interpreter below /root can be read."""
     try:
         os.setresuid(_NOBODY + os.getpid(), -1, -1)
-    except OSError:  # a user namespace that has few users, whose root is outside of it another
+    except OSError:  # the user namespace lacks that id, and its root is an ordinary user outside of it
         return
 
 
 def _namespaces(libc: Any) -> Walls:
-    """In a user namespace of its own root has no rights outside."""
+    """Moves this process into a user and a network namespace of its own, in which root has no rights outside."""
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
         return {
             USER: (True, "code of a policy has a user namespace of its own"),
@@ -298,7 +303,8 @@ def _namespaces(libc: Any) -> Walls:
 
 
 def _drop_capabilities(libc: Any) -> None:
-    """Also those in its own namespace. Without them root may not look into a process that has some."""
+    """Drops all capabilities, also those in its own user namespace. Without them, root cannot read the memory of a
+    process that has some."""
     number = _CAPSET.get(os.uname().machine)
     if number is not None:
         header, none = struct.pack("<Ii", 0x20080522, 0), bytes(24)  # linux/capability.h, version 3
@@ -306,8 +312,8 @@ def _drop_capabilities(libc: Any) -> None:
 
 
 def _readable() -> Iterator[str]:
-    """The interpreter and its libraries, and what they read of the system; not the whole of a path entry, which may be
-    the folder with the user's data and the tests in it."""
+    """Paths of the interpreter, its libraries, and the system files that these read. Entries of sys.path are not among
+    them, since one may be the folder with the user's data and tests."""
     yield from _READABLE
     yield from _packages()
     yield os.path.dirname(os.__file__)
@@ -321,7 +327,7 @@ def _landlock(libc: Any, readable: Iterator[str], *, writes: bool, signals: bool
     if version < 1:
         return False, f"the kernel has none ({os.strerror(ctypes.get_errno())})"
     every = (1 << _KNOWN_RIGHTS.get(version, 16)) - 1
-    # The rights that are taken; TCP, binding and connecting; abstract sockets and signals to processes without it.
+    # What the ruleset controls: files; bind and connect of TCP; sockets of and signals to other processes.
     taken = struct.pack("<QQQ", every, 3, 1 if signals else 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(create, taken, len(taken), 0)
     _checked(ruleset, "landlock_create_ruleset")
@@ -332,7 +338,7 @@ def _landlock(libc: Any, readable: Iterator[str], *, writes: bool, signals: bool
     for path, rights in rules:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # it is not there
+        except OSError:  # the path does not exist
             continue
         rights &= every if os.path.isdir(path) else every & _OF_FILES
         _checked(libc.syscall(add, ruleset, 1, struct.pack("<Qi", rights, place), 0), f"landlock_add_rule({path})")
@@ -354,12 +360,13 @@ def _seccomp(libc: Any, signalled: Sequence[int]) -> tuple[bool, str]:
     return True, f"{machine}: it can do no more than compute"
 
 
-_PLACES = (0xFFFFFF01, 0xFFFFFF02)  # that no process has the number of
+_PLACES = (0xFFFFFF01, 0xFFFFFF02)  # placeholders for process ids, which no process has
 _known_filters: dict[str, bytes] = {}
 
 
 def _packed(machine: str, signalled: Sequence[int]) -> bytes:
-    """The filter as the kernel takes it; made once for a process and its forks, and then filled in."""
+    """The filter in the kernel's format. It is made once with _PLACES, also for forks of this process, and the process
+    ids are then put in."""
     if machine not in _known_filters:
         steps = system_call_filter(machine, _PLACES)
         _known_filters[machine] = b"".join(struct.pack("<HBBI", *step) for step in steps)
@@ -370,11 +377,11 @@ def _packed(machine: str, signalled: Sequence[int]) -> bytes:
 
 
 def system_call_filter(machine: str, signalled: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """The program (code, jump if true, jump if false, operand) in classic BPF over struct seccomp_data. signalled: the
-    processes to which signals may be sent."""
+    """The filter of system calls, as a classic BPF program over struct seccomp_data: (code, jump if true, jump if
+    false, operand) of each step. signalled: ids of the processes to which signals may be sent."""
     column, architecture = _ARCHITECTURES[machine]
     load, equal, greater, at_least, mask, end = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
-    # Calls of a 32-bit program have other numbers, and so have those of x32.
+    # System calls of 32-bit programs and of x32 have other numbers, and end the process.
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, _KILL), (load, 0, 0, 0)]
     steps += [(at_least, 0, 1, 0x40000000), (end, 0, 0, _KILL)] if machine == "x86_64" else []
     numbers = {}
@@ -387,7 +394,7 @@ def system_call_filter(machine: str, signalled: Sequence[int]) -> list[tuple[int
             continue
         block = []
         for argument, bits, values in conditions:
-            block += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]  # of its eight bytes the lower four
+            block += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]  # the lower four bytes of the argument
             given = values or signalled
             block += [(equal, len(given) - i, 0, value) for i, value in enumerate(given)]
             block.append((end, 0, 0, otherwise))
@@ -410,10 +417,11 @@ def _checked(answer: int, what: str) -> None:
 
 
 def _refuse(signalled: Sequence[int], event: str, arguments: tuple[Any, ...]) -> None:
-    """Says in a sentence what the kernel would refuse with a number, and is all that refuses where it has no walls."""
+    """The audit hook. It refuses with a sentence what the kernel would refuse with an error number, and is the only
+    refusal on a kernel without the walls."""
     if event.startswith(_STARTS_PROCESSES):
         _refuse_process()
-    # A socket of the Unix kind is let be until it is to reach somebody: asyncio's event loop has a pair of them.
+    # Sockets of the Unix kind are allowed until they are addressed, since asyncio's event loop has a pair of them.
     other_kind = event == "socket.__new__" and arguments[1] != 1  # AF_UNIX
     addressed = event == "socket.sendmsg" and arguments[1] is not None
     if other_kind or addressed or event.startswith(_OPENS_NETWORK):

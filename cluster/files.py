@@ -1,5 +1,6 @@
-"""What every writer of files here needs: errors that say which file and what to do, digests, content that is on the
-disk, an end of folders that others have filled or left, and the lock of a run folder, which has one writer.
+"""Helpers for code that writes files: errors that name the file and say what to do (writing), digests, fsync, removal
+of folders that untrusted code has filled (wipe) or killed processes have left (abandoned), and the lock of a run
+folder, which has one writer (lock_held).
 """
 
 import errno
@@ -25,7 +26,7 @@ Digest = dict[str, int | str]  # {"bytes": …, "sha256": …}
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-IN_RUST = re.compile(r"\(os error (\d+)\)")  # how its standard library ends the words of an error
+IN_RUST = re.compile(r"\(os error (\d+)\)")  # the end of an error's text in Rust's standard library
 
 
 class WriteFailed(OSError):
@@ -33,20 +34,21 @@ class WriteFailed(OSError):
     cluster.ray_actor passes it on as it is.
 
     Attributes:
-        free: bytes that are left on its disk; None where nobody knows. needed: that what was to be written takes.
+        free: bytes that are left on its disk; None if that is not known. needed: bytes that were to be written, if
+        known.
     """
 
     free: int | None = None
     needed: int | None = None
 
     def sentence(self) -> str:
-        """Which, why, and what to do."""
+        """The message for the user: which file, why, and what to do."""
         if self.errno in FULL:
             return f"the disk of {self.filename} is full ({lacks(self)}); free some of it{self._room()}"
         return f"{self.filename} cannot be written ({self.strerror}); {self._mended()}"
 
     def _room(self) -> str:
-        free = None if self.errno == errno.EDQUOT else self.free  # a quota leaves less than the disk has
+        free = None if self.errno == errno.EDQUOT else self.free  # with a quota, free space of the disk says nothing
         known = [
             f"{_size(count)} {what}" for count, what in ((free, "left"), (self.needed, "needed")) if count is not None
         ]
@@ -69,12 +71,12 @@ class WriteFailed(OSError):
 
 
 def write_failed(path: Path, error: BaseException, needed: int | None = None) -> WriteFailed:
-    """Of what was raised as a file was written. needed: bytes that all that was to be written takes."""
+    """Makes a WriteFailed of the exception that writing `path` raised. needed: bytes that were to be written in all."""
     cause = error if isinstance(error, WriteFailed) else _of_the_system(error)
     if isinstance(cause, WriteFailed):
         failed = cause
     elif cause is not None:
-        number, file = cause.errno or 0, cause.filename2 or cause.filename or path  # of a copy the second
+        number, file = cause.errno or 0, cause.filename2 or cause.filename or path  # filename2: the target of a copy
         failed = WriteFailed(number, os.strerror(number), str(file))
     else:
         words = str(error).strip() or type(error).__name__
@@ -86,7 +88,8 @@ def write_failed(path: Path, error: BaseException, needed: int | None = None) ->
 
 
 def _of_the_system(error: BaseException | None) -> OSError | None:
-    """What the system said, which libraries in C++ and Rust tell in words of their own, or lose."""
+    """The operating system's error in an exception or its causes. Libraries in C++ and Rust report it as text, or lose
+    it; None then."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error
@@ -111,8 +114,8 @@ def _size(count: int) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside this block an OSError of the system is a WriteFailed, of this path where it names none; but for what says
-    that something is in the way."""
+    """Turns an OSError of the operating system in this block into a WriteFailed, with `path` if the error names no
+    file. Errors that say that another file or folder is in the way are left as they are."""
     try:
         yield
     except (FileExistsError, IsADirectoryError, NotADirectoryError):
@@ -124,8 +127,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def lacks(error: OSError) -> str:
-    """What a file system said that it cannot do; of a full one whether bytes or inodes are used up, which the kernel
-    calls the same."""
+    """The text of a file system's error; for a full disk it says whether bytes or inodes are used up, since the kernel
+    has one error for both."""
     said = error.strerror or str(error)
     if error.errno != errno.ENOSPC or not isinstance(error.filename, str):
         return said
@@ -138,13 +141,13 @@ def lacks(error: OSError) -> str:
 
 
 def digest_of(file: Path) -> Digest:
-    """Length and sha256 of the file, read back from the disk."""
+    """Length and sha256 of a file, which is read for this."""
     with file.open("rb") as stream:
         return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def digests_in(folder: Path) -> dict[str, Digest]:
-    """The digest of every file below the folder, by its path relative to the folder."""
+    """The digest of each file below the folder, by the file's path relative to the folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): digest_of(file) for file in files}
 
@@ -160,12 +163,12 @@ def fsync(path: Path) -> None:
 
 
 def locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock for as long as it is open, however this process ends; None if another
-    has it."""
+    """Takes the lock of a folder and returns a descriptor, which holds it until it is closed or this process ends. None
+    if another process has the lock. Raises OSError on a file system without locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # such as ENOLCK, on a network's file system
+    except OSError as error:  # for example ENOLCK on a network file system
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
             return None
@@ -174,8 +177,8 @@ def locked(folder: Path) -> int | None:
 
 
 def abandoned(root: Path, prefix: str) -> list[Path]:
-    """Real folders of this user called <prefix><pid>-..., whose process is gone from here and, by their lock, from
-    every container that shares `root`."""
+    """Folders of this user in `root`, not links, that are named <prefix><pid>-... and whose process has ended: on this
+    machine by its pid, in other containers that share `root` by the folder's lock."""
     return [folder for folder in root.glob(f"{prefix}*-*") if _is_abandoned(folder, prefix)]
 
 
@@ -184,11 +187,11 @@ def _is_abandoned(folder: Path, prefix: str) -> bool:
     if not owner.isdigit() or Path("/proc", owner).exists():
         return False
     try:
-        found = folder.lstat()  # not what a link of another user may lead to
+        found = folder.lstat()  # a link of another user must not be followed
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return False
         lock = locked(folder)
-    except OSError:  # another process has just swept it away
+    except OSError:  # another process has just removed it
         return False
     if lock is None:
         return False
@@ -197,16 +200,16 @@ def _is_abandoned(folder: Path, prefix: str) -> bool:
 
 
 def wipe(folder: Path) -> None:
-    """Removes it with all that is in it, however deep, following no link, not even one in its own place.
+    """Removes a folder and its content of any depth, without following links, not even if the folder itself is one.
 
-    A folder within is moved out and emptied in its turn: neither path nor stack grows with the depth, which code can
-    make greater than shutil.rmtree bears. Raises OSError.
+    Each folder inside is moved to the top and then emptied, so that neither paths nor the stack grow with the depth,
+    which untrusted code can make greater than shutil.rmtree can handle. Raises OSError.
     """
     try:
         os.rmdir(folder)
     except FileNotFoundError:
         return
-    except OSError:  # there is something in it, or it is a link
+    except OSError:  # the folder is not empty, or is a link
         _empty(folder)
 
 
@@ -226,7 +229,7 @@ def _empty(folder: Path) -> None:
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.name, dir_fd=here)
                         continue
-                    with _opened(entry.name, here):  # a closed one cannot be moved
+                    with _opened(entry.name, here):  # a folder can be moved only if its owner may write to it
                         moved += 1
                         left.append(str(moved))
                         os.rename(entry.name, left[-1], src_dir_fd=here, dst_dir_fd=place)
@@ -238,7 +241,7 @@ def _empty(folder: Path) -> None:
 
 @contextmanager
 def _opened(name: str, place: int) -> Iterator[int]:
-    """A descriptor of the folder of that name in the folder `place`, to which its owner is given all rights first."""
+    """Gives the owner all rights to the folder `name` in the folder `place`, and opens it."""
     found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
     try:
         os.chmod(f"/proc/self/fd/{found}", stat.S_IRWXU)
@@ -251,16 +254,16 @@ def _opened(name: str, place: int) -> Iterator[int]:
         os.close(found)
 
 
-# One writer per run folder: a lock that the kernel holds for as long as the process lives.
+# One writer per run folder, by a lock that the kernel holds while the process lives: flock on runs/<name>/.lock. The
+# text of the file says who holds the lock. A killed process leaves the file but not the lock, so no stale lock must be
+# broken, and no process id guessed at.
 #
-# It is flock on runs/<name>/.lock, whose text says who holds it. A process that is killed leaves the file behind but
-# not the lock, so there is no stale lock to break and no guess whether a process id still belongs to the same process.
-# Between hosts it holds where the file system carries locks: NFS 4, NFS 3 with its lock daemon, Lustre mounted with
-# flock. Where locks stay on one host (NFS mounted with nolock or local_lock), two runs on two hosts are not told apart;
-# where there are none at all, a warning says so.
+# The lock works between hosts on NFS 4, NFS 3 with its lock daemon, and Lustre mounted with flock. If locks are local
+# to a host (NFS mounted with nolock or local_lock), two runs on two hosts do not notice each other. On a file system
+# without locks a warning is logged.
 
 LOCK_FILE = ".lock"
-LONGEST = 4096  # bytes of what it says
+LONGEST = 4096  # bytes that are read of the lock file
 MOST_TRIES = 100
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -269,8 +272,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def lock_held(folder: Path) -> Iterator[None]:
-    """Inside this block this process is the only writer of the run folder. A missing folder is made, and removed again
-    if it is empty at the end. Raises WrongInput."""
+    """Makes this process the only writer of the run folder inside this block. A missing folder is created, and removed
+    again if it is empty at the end. Raises WrongInput if another process is the writer."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / LOCK_FILE
     descriptor = _take(path)
@@ -283,44 +286,45 @@ def lock_held(folder: Path) -> Iterator[None]:
             os.close(of_folder)
     finally:
         if _is_at(descriptor, path):
-            with suppress(OSError):  # of a disk that fails: what is left is no lock
-                path.unlink()  # before the lock goes: who waits for it sees that this file is no longer the folder's
+            with suppress(OSError):  # if the disk fails, the file stays, but the lock does not
+                # Deleted before the lock is freed, so that the next process notices that its open file is not the lock.
+                path.unlink()
         os.close(descriptor)
         _remove_empty(made)
 
 
 def _take_folder(folder: Path) -> int:
-    """A descriptor of the folder itself, locked where the file system can: the lock file may be deleted under a run.
-    Raises WrongInput."""
+    """Opens the folder itself, and locks it too if the file system can, since the lock file may be deleted during a
+    run. Raises WrongInput if another process has that lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise WrongInput(_refusal(folder, b"")) from None
-    except OSError as error:  # NFS takes locks on files that are open for writing, which no folder is
+    except OSError as error:  # NFS locks only files that are open for writing, which folders cannot be
         log.debug("%s: the folder itself cannot be locked: %s", folder, error)
     return descriptor
 
 
 def _dangles(path: Path) -> bool:
-    """Whether it is a link to what is not there, so that no folder can be made of it."""
+    """Whether the path is a link to a missing file, where no folder can be created."""
     return path.is_symlink() and not path.exists()
 
 
 def _take(path: Path) -> int:
-    """A descriptor of the folder's lock file, locked."""
+    """Creates and locks the lock file and returns its descriptor. Raises WrongInput if another process has the lock."""
     tries = 0
     while True:
         tries += 1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # a run that ended without leaving anything has just removed its folder
-            if tries == MOST_TRIES:  # no: a file system that makes no folders, as /proc
+        except FileNotFoundError:  # another run has just ended and removed its empty folder
+            if tries == MOST_TRIES:  # the file system cannot create folders, for example /proc
                 raise
             continue
-        except FileExistsError:  # it has removed it while we made it; or there is a file of that name
+        except FileExistsError:  # another run has just removed its folder, or a file has the folder's name
             if (path.parent.exists() and not path.parent.is_dir()) or any(map(_dangles, path.parents)):
                 raise
             continue
@@ -337,7 +341,7 @@ def _take(path: Path) -> int:
             log.warning("%s: no lock can be had here (%s); start no second run in it", path, error.strerror)
         if _is_at(descriptor, path):
             return descriptor
-        os.close(descriptor)  # its owner ended and removed it between our two lines
+        os.close(descriptor)  # the former owner has removed the file between open and flock
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -357,14 +361,14 @@ def _sign(descriptor: int, path: Path) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run goes on in the folder, for people: a guess by the process id in its lock file, which a killed
-    process leaves behind. Nothing is decided by it."""
+    """Whether a run seems to go on in the folder, by the process id in its lock file. This is a guess for messages
+    only, since a killed process leaves the file."""
     try:
         owner = read_mapping(folder / LOCK_FILE, LONGEST)
         gone = owner["host"] == socket.gethostname() and not Path(f"/proc/{int(owner['pid'])}").exists()
     except FileNotFoundError:
         return False
-    except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
+    except (ValueError, KeyError, TypeError):  # the owner has not written the file yet
         return True
     return not gone
 
@@ -373,7 +377,7 @@ def _refusal(folder: Path, owner: bytes) -> str:
     try:
         found = json_value(owner, LOCK_FILE)
         who = f"process {found['pid']} on host {found['host']} since {found['started']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock and not signed yet
+    except (ValueError, KeyError, TypeError):  # the owner has not written the file yet
         who = f"a process that has just started, or whose {LOCK_FILE} was deleted"
     return (
         f"output_dir: a run folder has one writer, and {folder} is in use by {who}; wait for its end or stop it, or "
@@ -382,7 +386,7 @@ def _refusal(folder: Path, owner: bytes) -> str:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Deepest first, up to the first that holds something or is gone."""
+    """Removes these folders in order, the deepest first, up to the first that is not empty or does not exist."""
     for folder in folders:
         try:
             folder.rmdir()

@@ -1,4 +1,5 @@
-"""What this machine has: main and shared memory, disk, cards, installed packages, and the processes of a tree."""
+"""Finds out what this machine has (installed packages, main and shared memory, disk, GPUs), and finds and kills the
+processes that another process has started."""
 
 import os
 import shutil
@@ -12,11 +13,9 @@ from pathlib import Path
 
 import pynvml
 
-# Which version of a package is installed, without importing it.
-
 
 def version_of(package: str) -> str | None:
-    """None where it is not installed."""
+    """Returns the installed version of a package without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -28,7 +27,8 @@ CGROUP, PROC_MEMORY, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/meminfo"), Pat
 
 
 def main_memory() -> int:
-    """Bytes that this process and its children may use at most: of the machine, or of the container if that is less."""
+    """Bytes of main memory that this process and its children may use at most: the machine's memory, or the container's
+    limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_container_limits()])
 
@@ -41,7 +41,7 @@ def available_memory() -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    for file in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):  # of cgroups 2 and 1
+    for file in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):  # cgroups version 2, version 1
         try:
             text = file.read_text().strip()
         except OSError:
@@ -51,17 +51,17 @@ def _container_limits() -> Iterator[int]:
 
 
 def shared_memory() -> int | None:
-    """Free bytes of /dev/shm, where Ray keeps its object store; None: there is none."""
+    """Free bytes of /dev/shm, where Ray keeps its object store; None if the machine has no /dev/shm."""
     return shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
 
 
 def free_disk(folder: Path) -> int:
-    """Free bytes where `folder` is, or would be made."""
+    """Free bytes of the file system where `folder` is, or would be created."""
     return shutil.disk_usage(_existing(folder)).free
 
 
 def device_of(folder: Path) -> int:
-    """Tells file systems apart: of where `folder` is, or would be made."""
+    """Device number of the file system where `folder` is, or would be created; equal for folders on one file system."""
     return _existing(folder).stat().st_dev
 
 
@@ -75,23 +75,24 @@ def is_wsl() -> bool:
 
 
 def name() -> str:
-    """What two processes have in common if one can open the other's files by its process number: this boot of the
-    kernel, and the numbering of processes."""
+    """Returns the boot id of the kernel and the PID namespace. If two processes have the same name, each can open files
+    of the other under /proc/<pid>."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"boot {boot}, {os.readlink('/proc/self/ns/pid')}"
 
 
-# The NVIDIA cards that processes of this machine would see, by NVML: the driver's own library, which starts no CUDA
-# context. A machine without driver or cards has none; no exception says so.
+# NVIDIA GPUs, asked of NVML, the driver's own library, which starts no CUDA context. A machine without a driver or a
+# GPU gives an empty list and no exception.
 
-TAKEN = 0.05  # of a card: more than its driver keeps for itself (cluster.memory.plan.CardKind.free)
+TAKEN = 0.05  # share of a GPU's memory; its driver keeps less for itself (cluster.memory.plan.CardKind.free)
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One card, or one MIG part of it.
+    """One GPU, or one MIG part of a GPU.
 
-    size, free: bytes; free is what no process has now. capability: CUDA's, for example (9, 0).
+    size, free: bytes of memory in all, and bytes that no process uses now. capability: the CUDA compute capability, for
+    example (9, 0).
     """
 
     name: str
@@ -102,18 +103,19 @@ class Card:
 
     @property
     def taken(self) -> bool:
-        """Whether other processes have so much of it that a user should know."""
+        """Whether other processes use so much of its memory that the user should be told."""
         return self.size - self.free > TAKEN * self.size
 
 
 def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:
-    """The cards that CUDA_VISIBLE_DEVICES names, in its order; without it all of them, in the order of their slots.
+    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order; without that variable all GPUs, in NVML's order.
 
-    As CUDA reads it: indices, or UUIDs or beginnings of them; what comes behind the first name of no card is not seen.
+    The variable is read as CUDA reads it: it lists indices, UUIDs or beginnings of UUIDs, and the list ends before the
+    first entry that names no GPU.
     """
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no library, no driver, or no card
+    except pynvml.NVMLError:  # the machine has no library of NVML, no driver, or no GPU
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -124,7 +126,7 @@ def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:
 
 
 def card_driver_version() -> str | None:
-    """Of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver; None if there is no driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -166,7 +168,7 @@ def _card(handle: object) -> Card:
 
 
 def _capability(handle: object) -> tuple[int, int]:
-    """A MIG part has that of its card."""
+    """The compute capability of a GPU; for a MIG part that of its GPU."""
     try:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     except pynvml.NVMLError:
@@ -175,29 +177,26 @@ def _capability(handle: object) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-# Compute threads of a command that computes in its own process, beside whatever else the machine does.
-
-
 def sleeping_threads(count: int | None = None) -> None:
-    """Has OpenMP's threads sleep while they wait for one another; `count`: how many there are, where it must be that.
+    """Makes OpenMP's threads sleep while they wait for one another. count: how many threads to use (None: the default).
 
-    By default they spin: on cores that others use as well, each waits at full load for one that has no core, and a
-    forward pass takes six times as long. What is computed is the same to the bit. To be called before torch loads; what
-    the user's environment says of the waiting stays.
+    By default the threads spin. On cores that other processes use too, they then spin for a thread that has no core,
+    and a forward pass takes six times as long; its result is the same to the bit. Must be called before torch is
+    loaded. An OMP_WAIT_POLICY that the user has set is kept.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if count is not None:
         os.environ["OMP_NUM_THREADS"] = str(count)
 
 
-# Processes that a process has started, and those have, and so on; whatever group or session they have made for
-# themselves. Linux only: elsewhere none are found.
+# Processes that a process has started, directly or not, even in a process group or session of their own. Linux only:
+# elsewhere none are found.
 
-MARK = "GLEANER_MARK"  # what processes hand on to those that they start, and are known by; rewards.limits lets it by
+MARK = "GLEANER_MARK"  # an environment variable that child processes inherit; rewards.limits does not withhold it
 
 
 def descendants(pid: int) -> list[int]:
-    """Those of a living process; what has detached itself from its parent is not among them."""
+    """Descendants of a living process, without those that have detached themselves from their parents."""
     found, asked = list[int](), [pid]
     while asked:
         children = _children(asked.pop())
@@ -207,22 +206,22 @@ def descendants(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
         tasks = os.listdir(f"/proc/{pid}/task")
         return [int(child) for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return []
 
 
 def kill(pids: list[int]) -> None:
-    """SIGKILL to each that is there."""
+    """Sends SIGKILL to each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def sweep(found: Callable[[], list[int]], patience_s: float) -> None:
-    """Ends all processes that are found, those too that they start meanwhile. They are waited for no longer than
-    `patience_s`."""
+    """Kills the processes that `found` returns, again and again until it returns none, since they may start others
+    meanwhile; gives up after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while left := found():
         kill(left)
@@ -232,12 +231,12 @@ def sweep(found: Callable[[], list[int]], patience_s: float) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """All that have this mark, but for this process."""
+    """Processes whose variable MARK is `mark`, without this process."""
     return [pid for pid, own in _marks() if own == mark]
 
 
 def orphans(mark: str) -> list[int]:
-    """All whose mark begins so and ends in the number of a process that is no more."""
+    """Processes whose variable MARK is `mark` followed by the process id of another process that has ended."""
     found = [(pid, own.removeprefix(mark)) for pid, own in _marks() if own.startswith(mark)]
     return [pid for pid, number in found if number.isdecimal() and int(number) != pid and not _lives(int(number))]
 
@@ -252,7 +251,8 @@ def _lives(pid: int) -> bool:
 def _marks() -> Iterator[tuple[int, str]]:
     begin = f"{MARK}=".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+        # The process may have ended, or belong to another user.
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             for entry in (folder / "environ").read_bytes().split(b"\0"):
                 if entry.startswith(begin) and int(folder.name) != os.getpid():
                     yield int(folder.name), entry[len(begin) :].decode(errors="replace")

@@ -1,5 +1,6 @@
-"""Where gleaner's packages are, for processes that have to find them before any file of the user's; and what such a
-file has, for whoever imports it from there."""
+"""Keeps gleaner's packages and a user's files of the same name apart: says where the packages are, for processes that
+must find them before any file of the user, and finds the names of a user's module, such as rewards.py, in which an
+import finds the package instead."""
 
 import os
 import sys
@@ -15,24 +16,25 @@ INSTALLED = ("site-packages", "dist-packages")  # folders that each Python has o
 
 
 def entries() -> list[str]:
-    """What the path of another process lacks."""
+    """The entries that sys.path of another Python needs to find the packages; none if they are installed."""
     return [] if ROOT.name in INSTALLED else [str(ROOT)]
 
 
 def environment() -> dict[str, str]:
-    """The variable by which another Python finds them first, if it needs one. Started with -P, it has no working
-    directory before that."""
+    """The environment variable by which another Python finds the packages first; empty if they are installed. That
+    Python must be started with -P, or the working directory comes before them."""
     path = [*entries(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path)))} if entries() else {}
 
 
 ASIDE: dict[str, ModuleType] = {}
-"""Modules of the user's that were imported by names of ours before these were."""
+"""A user's modules that were imported under the name of one of our packages before that package was, by name."""
 
 
 def of_users(package: str, attribute: str) -> Any:
-    """What stands by that name in the user's module that is called as a package of ours, `rewards.py` in the folder of
-    the script, say: `from rewards import accuracy` finds our package, which asks here. Raises AttributeError."""
+    """The attribute of the user's module that has the name of one of our packages. With a rewards.py in the folder of
+    the user's script, `from rewards import accuracy` finds our package, whose __getattr__ calls this. Raises
+    AttributeError."""
     own = ROOT / package
     ours = attribute.startswith("_") or (own / attribute).exists() or (own / f"{attribute}.py").exists()
     found = None if ours else ASIDE.get(package) or _beside(package)
@@ -42,7 +44,7 @@ def of_users(package: str, attribute: str) -> Any:
 
 
 def _beside(package: str) -> ModuleType | None:
-    """By the path of this process."""
+    """The user's module of that name, found by sys.path of this process."""
     from cluster.by_path import INIT, name_of
 
     for entry in sys.path:
@@ -52,10 +54,10 @@ def _beside(package: str) -> ModuleType | None:
 
 
 def theirs(folder: str, packages: Sequence[str] = PACKAGES) -> Iterator[Path]:
-    """Files there that would be imported in place of a package of ours; '' is the working directory."""
+    """Files in `folder` ('': the working directory) that would be imported in place of one of our packages."""
     for name in packages:
         for file in (Path(folder, name, "__init__.py").absolute(), Path(folder, f"{name}.py").absolute()):
             if file.is_file():
                 if file.resolve() != (ROOT / name / "__init__.py").resolve():
                     yield file
-                break  # a package comes before a module beside it
+                break  # Python prefers a package to a module of the same name

@@ -1,7 +1,8 @@
-"""Where each role goes: a pure function of what is asked for and what the nodes have, or one clear error.
+"""Decides, by pure functions, in which of Ray's bundles each role of a run goes, and whether the nodes have room for
+them.
 
-Fractions of a GPU are Ray's bookkeeping only; bytes are kept by each role's own budget. Two roles that share a card sit
-in one {GPU: 1} bundle (two fractional bundles of one group may land on different cards).
+A fraction of a GPU only tells Ray how many roles may share it; the memory of each role is limited by its own budget of
+bytes. Roles that share a GPU are in one bundle {GPU: 1}, since Ray may put two fractional bundles on different GPUs.
 """
 
 import os
@@ -14,9 +15,12 @@ from cluster.machine import visible_cards
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process to place: its name, CPU cores, and GPUs: a share of one (0 to 1), or several. packed: on as few nodes
-    as possible together with the others that are; else on as many as possible. node: the name of the one that it must
-    be on; such a role shares no card."""
+    """One process to place.
+
+    cpus: CPU cores. gpus: a share of a GPU (0 to 1), or a number of GPUs. packed: whether to put it on as few nodes as
+    possible together with the other packed roles; the others are spread over as many nodes as possible. node: the name
+    of the node that it must be on (None: any); such a role shares no GPU.
+    """
 
     name: str
     cpus: float
@@ -27,8 +31,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bundles to reserve (in Ray's terms), for each role the index of its bundle, those with a packed role, and the
-    node of those that must be on one."""
+    """The bundles to reserve in Ray.
+
+    bundles: resources by Ray's names, CPU and GPU. bundle_of: by role name, the index of its bundle. packed: indices of
+    the bundles with a packed role. node_of: by index, the node of the bundles that must be on a certain node.
+    """
 
     bundles: list[dict[str, float]]
     bundle_of: dict[str, int]
@@ -36,8 +43,9 @@ class Placement:
     node_of: dict[int, str]
 
     def groups(self) -> list[tuple[str, list[int]]]:
-        """What to reserve one after the other: Ray's strategy, and the indices of its bundles. Those that must be on a
-        certain node come first; then the larger bundles, since the others find room between them more easily."""
+        """The groups to reserve one after another, each with Ray's strategy and the indices of its bundles. Bundles
+        that must be on a certain node come first, then the group with the largest bundle, since small bundles still
+        find room between large ones."""
         bound = set(self.node_of)
         others = set(range(len(self.bundles))) - self.packed - bound
         groups = [("PACK", sorted(self.packed)), ("SPREAD", sorted(others))]
@@ -49,17 +57,17 @@ class Placement:
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Mapping[str, float]]) -> Placement:
-    """`pack`, checked: WrongInput when the nodes together, or the largest of them, cannot hold the result."""
+    """Places the roles as `pack` does. Raises WrongInput if the nodes cannot hold the bundles."""
     placement = pack(roles)
     check(placement.bundles, nodes)
     return placement
 
 
 def pack(roles: Sequence[Role]) -> Placement:
-    """Places roles first-fit, the most GPUs first: one bundle for each card, one for each role with several cards,
-    which are then of one node, and one for each role without a GPU.
+    """Places roles first-fit, those with the most GPUs first. There is one bundle for each shared GPU, one for each
+    role with several GPUs (which Ray then takes from one node), and one for each role without a GPU.
 
-    Among equal shares the last role, the learner, is placed first, so that it shares its card with generators.
+    Among roles with equal shares the last one, the learner, is placed first, so that it shares its GPU with generators.
     """
     bundles: list[dict[str, float]] = []
     free: list[float] = []
@@ -80,15 +88,15 @@ def pack(roles: Sequence[Role]) -> Placement:
 
 
 def local_node(min_cpus: float) -> dict[str, float]:
-    """What a private cluster on this machine offers. Cores are only counted here: more processes than cores is slow,
-    not wrong."""
+    """The resources of a private cluster on this machine. At least `min_cpus` cores are offered, even if the machine
+    has fewer, since more processes than cores are slow but not wrong."""
     return {"CPU": max(float(os.cpu_count() or 1), min_cpus), "GPU": float(len(visible_cards()))}
 
 
 def waiting(roles: Sequence[Role], cores: int) -> dict[str, str]:
-    """Of roles on one machine, the environment that says how threads of a product wait for each other: asleep, where
-    there are more threads than cores. OpenMP's default is to spin, on a core that another needs: on two busy cores a
-    learner with two threads then takes 5 to 6 times the CPU time. What is computed stays the same."""
+    """Environment variables for the roles of one machine: if they have more threads than there are cores, OpenMP's
+    threads sleep while they wait for one another. By default they spin, on a core that another thread needs: a learner
+    with two threads then takes 5 to 6 times the CPU time on two busy cores. Results do not change."""
     return {"OMP_WAIT_POLICY": "PASSIVE"} if sum(role.cpus for role in roles) > cores else {}
 
 
@@ -97,7 +105,8 @@ def _told(resources: Mapping[str, float]) -> str:
 
 
 def check(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Simulates packing, largest bundle first. Raises WrongInput, which says what is missing."""
+    """Checks that the nodes have room for the bundles, placed first-fit with the largest bundle first. Raises
+    WrongInput, which says what is missing."""
     left = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0.0), -b["CPU"])):
         home = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)

@@ -1,8 +1,9 @@
-"""The Ray end of an actor: a plain object made by `factory(*args)` in another process, and the handle to it.
+"""Implements cluster.actor with Ray: Host runs in the actor's process and holds a plain object made by
+`factory(*args)`; Remote (in the process that started it) and Called (in any other) are the handles for its callers.
 
-Its `async def` methods take and return values. `Remote` and `cluster.actor.Local` have one interface, so the same loop
-runs with and without a cluster. Ray restarts by itself only what has no state and is called from several processes
-(Session.spawn), and nothing else: it would not say so while a constructor runs, and who counts losses must see each.
+Ray itself restarts only processes without state that several processes call (Session.spawn). All others are restarted
+by `Remote.revive`, since Ray does not report a restart while the constructor runs, and each loss must be counted.
+ExitReasons finds out why a process ended.
 """
 
 import asyncio
@@ -37,27 +38,28 @@ from cluster.actor import (
 )
 from cluster.files import WriteFailed
 
-# Why a process ended: worked out from Ray's report of its exit, its log, and the kernel's count of memory kills.
-
 NO_WORD = "it was killed by a signal (as `kill -9` and the kernel's out-of-memory killer do), or called os._exit"
 
 
 class Found(NamedTuple):
-    """text: for people. reason: equal for equal faults; None if the process may have been killed from outside."""
+    """Why a process ended. text: for messages. reason: the same text for the same fault; None if the process may have
+    been killed from outside."""
 
     text: str
     reason: str | None
 
 
 class ExitReasons:
-    """Explains the exits of one cluster's processes. logs: the folder with their output, if it is on this machine."""
+    """Finds out why processes of one cluster ended: from Ray's report, their logs, and the kernel's count of processes
+    killed for memory. logs: the folder with their output; None if it is not on this machine."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
         self._memory_kills = memory_kills()
 
     def of(self, ray_says: str, pid: int | None) -> Found:
-        """What ended the process `pid`; ray_says: the text of Ray's exception."""
+        """Returns what ended the process `pid` (None: the id is looked for in `ray_says`, the text of Ray's
+        exception)."""
         pid = pid or _pid_in(ray_says)
         who = f"pid {pid}: " if pid else ""
         if "OutOfMemory" in ray_says or "OUT_OF_MEMORY" in ray_says:
@@ -76,7 +78,7 @@ class ExitReasons:
         return Found(f"{who}{NO_WORD}", None)
 
     def _crash(self, pid: int | None) -> str | None:
-        """The line that a crash leaves at the end of a process's output."""
+        """The last line in a process's output that reports a crash of the interpreter or of C++ code."""
         if self._logs is None or pid is None:
             return None
         for path in self._logs.glob(f"worker-*-{pid}.err"):
@@ -89,12 +91,12 @@ class ExitReasons:
 
 
 def memory_kills() -> int:
-    """How many processes the kernel has killed for memory: in our control group (version 2 or 1), or, where that does
-    not count, on this machine."""
+    """How many processes the kernel has killed for memory in this process's control group (version 2 or 1), or on the
+    whole machine if the control group has no count."""
     for path in _counters():
         try:
             text = path.read_text()
-        except OSError:  # the other version of control groups, or the root of them
+        except OSError:  # the machine uses the other version of control groups, or the group is the root
             continue
         found = re.search(r"^oom_kill (\d+)$", text, re.M)
         if found:
@@ -118,14 +120,14 @@ def _pid_in(ray_says: str) -> int | None:
     return int(found[1]) if found else None
 
 
-LOOK_EVERY_S = 15.0  # whether a process still answers
-MAX_SENTENCE = 500  # characters of an exception's text that stand on one line
+LOOK_EVERY_S = 15.0  # at most this between two checks whether a process still answers
+MAX_SENTENCE = 500  # characters that in_one_line keeps of an exception's text
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside this block the garbage collector does not run by itself. Imports make a million objects and no garbage,
-    and searching them took a fifth of a role's start."""
+    """Turns the automatic garbage collector off inside this block. Imports create a million objects and no garbage;
+    collecting during them took a fifth of a role's start."""
     gc.disable()
     try:
         yield
@@ -134,20 +136,21 @@ def uncollected() -> Iterator[None]:
 
 
 class Started(NamedTuple):
-    """A process's report of its start. Exceptions travel as text, since not all can be pickled."""
+    """A process's report of its start. It has the exception of the constructor as text, since not every exception can
+    be pickled."""
 
     pid: int
-    address: str  # of its node
-    error: str | None = None  # of the constructor, on one line
-    wrong_input: bool = False
-    story: str = ""  # its traceback; none of an exception that has an attribute `says_all`
+    address: str  # of the process's node
+    error: str | None = None  # the constructor's exception on one line; None if there was none
+    wrong_input: bool = False  # see cluster.actor.StartFailed
+    story: str = ""  # the traceback of `error`; empty for an exception with an attribute `says_all`
 
 
 class Host:
-    """The one Ray actor class: holds any object."""
+    """The only Ray actor class of a run: constructs any object in its process, and calls its methods."""
 
     def __init__(self, factory: Callable[..., Any], args: Sequence[Any], path: Sequence[str] = ()) -> None:
-        """path: where what is not found on this process's own is looked for, last: the driver's."""
+        """path: the driver's sys.path; its entries are appended to this process's own."""
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         _forget_script()
         sys.path += [entry for entry in path if entry and entry not in sys.path]
@@ -155,7 +158,7 @@ class Host:
         try:
             with uncollected():
                 self._object = factory(*args)
-        except Exception as error:  # told by started(), since of a constructor Ray says only that the process died
+        except Exception as error:  # reported by started(), since Ray would report only that the process died
             if getattr(error, "says_all", False):
                 said = " ".join(str(error).split()), True, ""
             else:
@@ -168,29 +171,31 @@ class Host:
         return self._started
 
     async def until_ended(self) -> None:
-        """Gives no answer: Ray tells the caller when the process ends."""
+        """Never returns. Ray reports to the caller when the process ends."""
         await asyncio.Event().wait()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        # Told by started(), for which nobody waits of a process that Ray has started again.
+        # After a restart by Ray itself nobody calls started(), so the constructor's error is raised here.
         if self._started.error is not None:
             raise Unusable(self._started.error)
         return await getattr(self._object, method)(*args, **kwargs)
 
     async def apart(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The two parts of an answer of which one is Shared: Ray keeps each by itself."""
+        """Calls a method marked by cluster.actor.stays_there. Returns the value of its Shared and the second part of
+        the answer, which Ray stores as two objects."""
         shared, beside = await getattr(self._object, method)(*args, **kwargs)
         return shared.value, beside
 
 
 def _forget_script() -> None:
-    """Of Ray's worker, the main module of this process: each process that multiprocessing spawns from here would run
-    the file of that again, which imports ray, for a quarter of a second of a core and 40 MB."""
+    """Removes the file name of the main module, which is Ray's worker script. Otherwise each process that
+    multiprocessing spawns from here would run that script and import ray, for a quarter of a second of a core and
+    40 MB."""
     vars(sys.modules["__main__"]).pop("__file__", None)
 
 
 class Called(Generic[S_co]):
-    """An object in another process, to be called from whichever process this is sent to."""
+    """A handle for calls of an object in another process. It can be pickled and used in any process of the cluster."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name, self._handle = name, handle
@@ -222,7 +227,8 @@ class Called(Generic[S_co]):
         try:
             async with within(deadline_s):
                 result = await ref
-        except ray.exceptions.RayTaskError as error:  # first: that of a TimeoutError in there is a TimeoutError, too
+        # Caught first, since Ray's exception for a TimeoutError that the method raised is a TimeoutError too.
+        except ray.exceptions.RayTaskError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, WriteFailed):
                 raise cause from None
@@ -233,7 +239,7 @@ class Called(Generic[S_co]):
             if isinstance(cause, ray.exceptions.ObjectLostError):
                 raise ValueLost(f"{self.name}: {method}: what it was sent is gone with the node that had it") from error
             raise RemoteError(f"{self.name}: {method} failed: {_cause(error)}") from error
-        except asyncio.CancelledError:  # nobody wants the answer any more; over there it is cancelled, too
+        except asyncio.CancelledError:  # the method is cancelled too, since nobody waits for its answer
             ray.cancel(ref)
             raise
         except TimeoutError:
@@ -248,19 +254,22 @@ class Called(Generic[S_co]):
         return result
 
     async def _died(self, method: str, ray_says: str) -> Exception:
-        """Why the process is gone, as far as Ray says."""
+        """The exception for a process that ended, with what Ray says of it."""
         return ActorDied(f"{self.name}: process died during {method}: {' '.join(ray_says.split())[:MAX_SENTENCE]}")
 
 
 class Remote(Called[S_co]):
-    """The same in the process that starts and ends it. start: makes the process, and its handle; exits: what dead ones
-    left."""
+    """The RevivableActor in the process that starts and ends the actor's process.
+
+    start: starts a process and returns its Ray handle. exits: explains why a process ended. lost: returns the message
+    for ClusterLost if one of Ray's own processes has ended, else None.
+    """
 
     def __init__(self, name: str, start: Callable[[], Any], exits: ExitReasons, lost: Callable[[], str | None]) -> None:
         super().__init__(name, start())
         self._start, self._exits, self._lost = start, exits, lost
-        self.pid: int | None = None  # once it has started
-        self.address = ""  # of its node, likewise
+        self.pid: int | None = None  # set by `ready`
+        self.address = ""  # of the process's node, set by `ready`
 
     async def revive(self, deadline_s: float) -> None:
         await self.kill()  # Ray never notices a hung process
@@ -268,7 +277,7 @@ class Remote(Called[S_co]):
         await self.ready(deadline_s)
 
     async def ready(self, deadline_s: float) -> None:
-        """Waits for the constructor; StartFailed if it raised."""
+        """Waits until the constructor has returned. Raises StartFailed if it raised."""
         started: Started = await self._await(self._handle.started.remote(), "start", deadline_s)
         self.pid, self.address = started.pid, started.address
         if started.error is not None and not started.story:
@@ -279,7 +288,7 @@ class Remote(Called[S_co]):
             raise failed
 
     async def until_ended(self, silence_s: float) -> None:
-        once = {"max_task_retries": 0}  # also of one that Ray restarts: this process is meant, and not the next
+        once = {"max_task_retries": 0}  # Ray must not repeat these calls in the process that replaces this one
         waits = self._handle.until_ended.options(**once).remote()
         ended = asyncio.ensure_future(self._await(waits, "its work", math.inf))
         try:
@@ -297,14 +306,14 @@ class Remote(Called[S_co]):
         ray.kill(self._handle)
 
     async def restart(self) -> None:
-        """Of one that Ray itself restarts (Session.spawn): ends this process, which hangs."""
+        """Kills a process that hangs and that Ray itself restarts (Session.spawn)."""
         import ray
 
         ray.kill(self._handle, no_restart=False)
 
     async def _died(self, method: str, ray_says: str) -> Exception:
-        """Why the process is gone: since Ray itself is, or what can be found out of its own end."""
-        for _ in range(5):  # of the end of its node an actor hears a moment before this process does
+        """ClusterLost if Ray itself has ended, else ActorDied with what ExitReasons finds."""
+        for _ in range(5):  # the call may fail a moment before this process learns that the node has ended
             if text := self._lost():
                 return ClusterLost(text)
             await asyncio.sleep(0.1)
@@ -313,15 +322,15 @@ class Remote(Called[S_co]):
 
 
 def _address() -> str:
-    """Of this node, as Ray's other processes know it."""
+    """The address of this node, by which Ray's other processes know it."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def in_one_line(error: BaseException) -> str:
-    """The text of an exception without line breaks, cut where it grows long; with its type, unless that is a plain
-    ValueError or RuntimeError, whose texts are whole sentences."""
+    """The type and the text of an exception without line breaks, cut after MAX_SENTENCE characters. The type is left
+    out for a plain ValueError or RuntimeError, whose texts are whole sentences."""
     text = " ".join(str(error).split())
     if len(text) > MAX_SENTENCE:
         text = text[:MAX_SENTENCE] + "..."
@@ -329,13 +338,14 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _is_of_input(error: Exception) -> bool:
-    """Files that are not there or not right, and values that are refused. A bare OSError, without a number of the
-    operating system, is how transformers says that a model folder lacks something."""
+    """Whether the exception says that an input is wrong: a refused value, or a missing or damaged file. An OSError
+    without an error number is how transformers reports that a model folder lacks something."""
     return isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno in (None, errno.ENOENT))
 
 
 def _reference(shared: Shared[Any]) -> Any:
-    """What Ray replaces by the value where it arrives, as a direct argument of a call."""
+    """The handle of the value in Ray's object store. Ray replaces it by the value if it is a direct argument of a
+    call."""
     if shared.handle is None:
         import ray
 
@@ -344,6 +354,6 @@ def _reference(shared: Shared[Any]) -> Any:
 
 
 def _cause(error: Any) -> str:
-    """The exception itself first, then where it happened."""
+    """The text of Ray's exception, which ends with the remote traceback, behind that of the original exception."""
     cause = getattr(error, "cause", None)
     return f"{type(cause).__name__}: {cause}\n{error}" if cause is not None else str(error)

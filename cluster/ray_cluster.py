@@ -1,7 +1,9 @@
-"""A connection to a Ray cluster: connect, place, spawn, shut down.
+"""The driver's connection to a Ray cluster. `connect` joins a cluster or starts a private one and returns a Session,
+which reserves room for the roles of a run, starts their processes, and shuts down. The module also runs a function on
+each node (on_each) and exports metrics through Ray (RayMetrics).
 
-Ray reads its authentication mode from the environment once, as it is imported; hence every import of it stands inside
-a function that runs after `connect` has set that environment.
+Ray reads its authentication mode from the environment when it is imported. So every import of ray is inside a function
+that runs after `connect` has set that environment.
 """
 
 import asyncio
@@ -31,12 +33,10 @@ from cluster.ray_private import (
     system_config,
 )
 
-# Numbers that Ray's agent of this node shows to Prometheus, and where it does.
-
 
 def metrics_address() -> str:
-    """host:port at which the agent of this process's node answers to GET /metrics. Raises WrongInput where this
-    process is not in a Ray cluster, or in one that shows no metrics."""
+    """host:port at which Ray's agent on this node answers GET /metrics, for Prometheus. Raises WrongInput if this
+    process has not joined a Ray cluster, or one that exports no metrics."""
     import ray
 
     if not ray.is_initialized():
@@ -52,16 +52,17 @@ def metrics_address() -> str:
 
 
 class RayMetrics:
-    """Gauges and counters of this process by name; Ray puts `ray_` before a name, and `_total` behind a counter's.
+    """Gauges and counters of this process, exported by Ray's agent. Ray adds the prefix `ray_` to each name, and the
+    suffix `_total` to that of a counter.
 
-    A gauge that was not set for two of Ray's reports (20 s) is shown no more, so one that is to stay is set again.
+    Ray drops a gauge that was not set during two of its reports (20 s), so a gauge must be set repeatedly.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
 
     def set(self, name: str, labels: Mapping[str, str], value: float, description: str) -> None:
-        """Of a gauge. labels: a name has always the same keys."""
+        """Sets a gauge. labels: must have the same keys in each call with this name."""
         from ray.util.metrics import Gauge
 
         if name not in self._known:
@@ -69,7 +70,7 @@ class RayMetrics:
         self._known[name].set(value, dict(labels))
 
     def add(self, name: str, labels: Mapping[str, str], value: float, description: str) -> None:
-        """To a counter; nothing where the value is 0."""
+        """Adds to a counter; a value of 0 only registers it. labels: as for `set`."""
         from ray.util.metrics import Counter
 
         if name not in self._known:
@@ -78,27 +79,26 @@ class RayMetrics:
             self._known[name].inc(value, dict(labels))
 
 
-# Room for the processes of a run on the nodes of a cluster, reserved through Ray's placement groups.
+# Room for the roles of a run, reserved through Ray's placement groups.
 
-PATIENCE_S = 3.0  # of waiting for a reservation before a line says so
-NODE_ID = "ray.io/node-id"  # the label by which Ray knows a node
+PATIENCE_S = 3.0  # after this wait for a reservation the user is told what is waited for
+NODE_ID = "ray.io/node-id"  # Ray's label with the id of a node
 
 
 class Node(NamedTuple):
-    """A node of the cluster. name: the one Ray gives it, by default its address, and that of its machine."""
+    """A node of the cluster. id: Ray's. name: Ray's name of the node (by default its address) and the host name."""
 
     id: str
     name: str
 
 
 class Reservation:
-    """One group of bundles for the roles that are packed, which Ray puts on as few nodes as possible, and one for those
-    that it spreads over as many as possible.
+    """The room for the roles of a run: a Ray placement group for each group of cluster.placement.Placement.
 
     Args:
-        nodes: those that live, as Ray describes them.
+        nodes: the living nodes, as ray.nodes() describes them.
 
-    Raises WrongInput if they cannot hold the roles, or the one that a role must be on is none of them.
+    Raises WrongInput if the nodes cannot hold the roles, or if the node that a role must be on is not among them.
     """
 
     def __init__(self, roles: Sequence[Role], nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -111,10 +111,11 @@ class Reservation:
             _take(bundles[bundle], left[node], name)
             self._labels[bundle] = {NODE_ID: node}
         check([bundle for at, bundle in enumerate(bundles) if at not in node_of], [*left.values()])
-        self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and Ray's group of them
+        self._groups: list[tuple[list[int], Any]] = []  # indices of bundles, and their placement group
 
     async def until_ready(self, deadline_s: float, note: Callable[[str], None]) -> None:
-        """Raises DeadlineExceeded if no room becomes free in time. `note` receives a line about what is waited for."""
+        """Reserves the room. Raises DeadlineExceeded if it does not become free in time. note: is called with a line
+        for the user if this takes longer than PATIENCE_S."""
         from ray.util.placement_group import placement_group
 
         bundles: list[dict[str, float]] = []
@@ -136,7 +137,7 @@ class Reservation:
             ) from None
 
     def strategy(self, role: Role) -> Any:
-        """Where to start the process of this role, in Ray's terms."""
+        """Ray's scheduling strategy for the process of this role."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._placement.bundle_of[role.name]
@@ -159,7 +160,7 @@ class Reservation:
         return {name: node_of[bundle] for name, bundle in self._placement.bundle_of.items()}
 
     def remove(self) -> None:
-        """Gives the room back."""
+        """Frees the room."""
         from ray.util.placement_group import remove_placement_group
 
         for _, group in self._groups:
@@ -168,7 +169,7 @@ class Reservation:
 
 
 def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The node of that name or address, or of the machine of that name."""
+    """The node whose name, address or host name is `name`. Raises WrongInput if it is not exactly one."""
     called = [(node["NodeName"], node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in nodes]
     found = [node for node, names in zip(nodes, called, strict=True) if name in names]
     if len(found) == 1:
@@ -181,7 +182,8 @@ def _named(name: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _take(bundle: Mapping[str, float], left: dict[str, float], name: str) -> None:
-    """Takes what the bundle asks for from what is left of the node."""
+    """Subtracts the resources of a bundle from those that are left on its node. Raises WrongInput if they do not
+    suffice."""
     for kind, count in bundle.items():
         if left.get(kind, 0.0) < count:
             raise WrongInput(
@@ -199,21 +201,19 @@ def _missing(bundles: Sequence[Mapping[str, float]]) -> str:
     return ", ".join(f"{need[kind]:g} {kind} asked for, {have.get(kind, 0.0):g} free" for kind in need if need[kind])
 
 
-# A function that is run once on each of some nodes of the cluster, in a process of its own there.
-
 A = TypeVar("A")
 T = TypeVar("T")
 
 
 class NodeFailed(str):
-    """Why a node gave no answer, on one line."""
+    """The reason, on one line, why `on_each` has no answer from a node."""
 
 
 async def on_each(
     nodes: Iterable[Node], work: Callable[[A], T], argument: A, deadline_s: float
 ) -> dict[Node, T | NodeFailed]:
-    """What `work(argument)` returns on each node; all nodes work at the same time. It takes no core of those that are
-    reserved."""
+    """Calls `work(argument)` in a Ray task on each node, on all at the same time, and returns the results by node. The
+    tasks run beside reserved roles, since they ask for no CPU cores. deadline_s: for each node."""
     wanted = sorted(set(nodes))
     answers = await asyncio.gather(*(_on(node, work, argument, deadline_s) for node in wanted))
     return dict(zip(wanted, answers, strict=True))
@@ -237,14 +237,16 @@ async def _on(node: Node, work: Callable[[A], T], argument: A, deadline_s: float
     return found
 
 
-CALLS = 2**16  # of a process at once; behind Ray's own limit, 1000, its pulse would wait for groups to end
-GROUPS_BYTES = 256 * 2**20  # of the object store, for what is no policy: groups are kilobytes
+# Calls that a process may run at the same time. With Ray's default of 1000 the calls that check whether it still
+# answers would wait until groups have ended.
+CALLS = 2**16
+GROUPS_BYTES = 256 * 2**20  # of the object store, for all that is not a policy: groups are kilobytes
 
-# Tables travel as pickle sends them (rollout.schema), which Ray else overrides with a slower way of its own: column by
-# column and with every type, a fifth of the driver's work.
+# Arrow tables are pickled as rollout.schema defines it. Ray's own serialisation of tables goes column by column and
+# carries every type; it took a fifth of the driver's time.
 PICKLED_TABLES = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
 
-# Set for every role; its output reaches the driver: no progress bars, no warnings meant for library authors.
+# Environment of every role. Its output reaches the driver, so progress bars and warnings for library authors are off.
 ROLE_ENV = PICKLED_TABLES | {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a role without a GPU must not see one
     "TQDM_DISABLE": "1",
@@ -253,12 +255,13 @@ ROLE_ENV = PICKLED_TABLES | {
 
 
 class Session:
-    """A connection to a Ray cluster and what this run has put on it."""
+    """A connection to a Ray cluster, with the room that this run has reserved and the processes that it has started.
+    mode: local (a private cluster) or joined. ray_processes: Ray's own processes on this node."""
 
     def __init__(self, mode: str, folder: RuntimeFolder | None) -> None:
-        self.mode = mode  # local | joined
+        self.mode = mode
         self._folder = folder
-        # Temporary files of roles lie in the private cluster's folder, which is removed even if a role is killed.
+        # Roles have their temporary files in the private cluster's folder, which is removed even if a role is killed.
         self._role_env = {"TMPDIR": str(folder.of_ray)} if folder is not None else {}
         self._actors: list[Remote[Any]] = []
         self._reserved: Reservation | None = None
@@ -270,21 +273,21 @@ class Session:
         self._exits = ExitReasons(logs)
 
     def nodes(self) -> list[Mapping[str, Any]]:
-        """The living nodes, as Ray describes them."""
+        """The living nodes, as ray.nodes() describes them."""
         import ray
 
         return [node for node in ray.nodes() if node["Alive"]]
 
     async def reserve(self, roles: Sequence[Role], deadline_s: float, note: Callable[[str], None] = print) -> None:
-        """Reserves room for every role. Raises WrongInput at once if the cluster is too small, DeadlineExceeded if
-        no room becomes free in time. `note` receives a line about what is being waited for."""
+        """Reserves room for every role. Raises WrongInput at once if the cluster is too small, and DeadlineExceeded if
+        the room does not become free in time. note: see Reservation.until_ready."""
         self._reserved = Reservation(roles, self.nodes())
         if self.mode == "local":
             self._role_env |= waiting(roles, os.cpu_count() or 1)
         await self._reserved.until_ready(deadline_s, note)
 
     def node_of(self) -> dict[str, Node]:
-        """The node of each role that room is reserved for, by the role's name."""
+        """The node of each role with reserved room, by the role's name."""
         return self._reservation().nodes()
 
     def _reservation(self) -> Reservation:
@@ -300,22 +303,24 @@ class Session:
         *,
         stateless: bool = False,
     ) -> Remote[S]:
-        """Starts a process for a reserved role; `env` is set before anything is imported there. stateless: if it is
-        lost, Ray starts another, on another node if need be, and makes again the calls that it had."""
+        """Starts the process of a role with reserved room, which constructs `factory(*args)`. env: environment
+        variables that are set before the process imports anything. stateless: whether Ray replaces a lost process, on
+        another node if need be, and repeats the calls that it had."""
         import ray
 
         options: dict[str, Any] = {
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
-            # Else Remote.revive starts another, and its caller counts; and what may have run is not run again unseen.
+            # A process with state is replaced by Remote.revive, whose caller counts losses and repeats no call that may
+            # have run.
             "max_restarts": -1 if stateless else 0,
             "max_task_retries": -1 if stateless else 0,  # until the deadline of the call
             "max_concurrency": CALLS,
-            "enable_task_events": False,  # Ray keeps one of each call for ever: 40 kB a step
+            "enable_task_events": False,  # Ray never deletes the events of calls: 40 kB per step
             "scheduling_strategy": self._reservation().strategy(role),
             "runtime_env": self._runtime_env(role, env),
         }
-        named = type(role.name, (Host,), {})  # so that `ps`, `ray list actors` and log lines say which role it is
+        named = type(role.name, (Host,), {})  # its name appears in `ps`, `ray list actors` and log lines
         actor_class: Any = ray.remote(named).options(**options)
         sent = list(args)
         path = [*sys.path, os.getcwd()]
@@ -329,7 +334,7 @@ class Session:
         return {"env_vars": {**role_env(role, env), **self._role_env}}
 
     async def release(self) -> None:
-        """Kills what this run started and gives its room back."""
+        """Kills the processes that this run has started and frees its room."""
         for actor in self._actors:
             await actor.kill()
         if self._reserved is not None:
@@ -339,8 +344,8 @@ class Session:
     async def close(self) -> None:
         """Releases everything, leaves the cluster, and removes a private cluster's folder.
 
-        A private cluster ends as a whole, and its GCS is asked for nothing (of an actor that is still starting, or
-        about the room): if a service manager or Slurm sent SIGTERM to all processes, it answers no more.
+        A private cluster is shut down as a whole, without questions to its GCS about actors that are still starting or
+        about the room: if a service manager or Slurm has sent SIGTERM to all processes, the GCS does not answer.
         """
         import ray
 
@@ -358,17 +363,17 @@ class Session:
 
 
 def role_env(role: Role, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role's process, beside that of this one and the cluster's own."""
+    """Environment variables of a role's process, in addition to those of this process and of the cluster."""
     return {**ROLE_ENV, **env, "OMP_NUM_THREADS": str(max(1, int(role.cpus)))}
 
 
 def in_job() -> bool:
-    """True inside the entrypoint of `ray job submit`."""
+    """Whether this process is the entrypoint of `ray job submit`."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def joins(address: str) -> bool:
-    """Whether `connect` joins a cluster, rather than starting a private one."""
+    """Whether `connect` joins a cluster and does not start a private one."""
     return in_job() or address != "local"
 
 
@@ -378,15 +383,18 @@ def connect(
     policy_bytes: int = 0,
     shows_metrics: bool = False,
 ) -> Session:
-    """Joins the cluster that launched us, or the one at `address`, or starts a private one for `local`, with an object
-    store for policies of that many bytes. shows_metrics: the page that Prometheus reads is wanted.
+    """Joins the cluster of the Ray job that this process is in, or else the cluster at `address`; starts a private
+    cluster for `local`.
 
-    Never a bare ray.init(): it would join whatever cluster was last started on the machine, even a dead one.
+    min_cpus: CPU cores that a private cluster offers at least. policy_bytes: size of a policy that its object store
+    must have room for. shows_metrics: whether Ray must export metrics for Prometheus. Raises WrongInput.
+
+    A bare ray.init() is never called, since it joins the cluster that was last started on the machine, even a dead one.
     """
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the environment is complete already
     os.environ.update(PICKLED_TABLES)
     if not _on_terminal():
-        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # else it colours what its processes say in files, too
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the output of its processes in files too
     with _sigterm_as_before():
         return _connected(address, min_cpus, policy_bytes, shows_metrics)
 
@@ -394,14 +402,14 @@ def connect(
 def _on_terminal() -> bool:
     try:
         return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # stderr is None, or closed
         return False
 
 
 @contextmanager
 def _sigterm_as_before() -> Iterator[None]:
-    """Ray sets a handler of its own, which ends the process: behind this block it is the caller's again. (What comes
-    while Ray starts still meets Ray's, which ends what it has started.)"""
+    """Restores the handler of SIGTERM at the end of the block, since ray.init sets its own, which ends the process. (A
+    SIGTERM while Ray starts meets Ray's handler, which ends the processes that it has started.)"""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -414,7 +422,7 @@ def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: 
     if joins(address):
         _join(address)
         if shows_metrics:
-            metrics_address()  # or it says why there is none
+            metrics_address()  # raises WrongInput if the cluster exports no metrics
         return Session("joined", None)
     close_doors()
     import ray
@@ -441,7 +449,7 @@ def _connected(address: str, min_cpus: float, policy_bytes: int, shows_metrics: 
 
 
 def _join(address: str) -> None:
-    """Connects to the cluster that launched us, or the one at `address`. Raises WrongInput if there is none."""
+    """Connects to the cluster of this process's Ray job, or to that at `address`. Raises WrongInput without one."""
     if not in_job():
         _check_listening(address)
     import ray
@@ -459,19 +467,19 @@ def _join(address: str) -> None:
 
 
 def wanted_store(policy_bytes: int) -> int:
-    """Bytes of an object store with room for two policies, one on its way and the one before it, which is still held.
-    What finds no room is written to disk, at a third of the speed."""
+    """Bytes of an object store with room for two policies: one on its way and the previous one, which is still held.
+    Ray writes objects without room to disk, at a third of the speed."""
     return GROUPS_BYTES + 2 * policy_bytes
 
 
 def store_bytes(policy_bytes: int, free: int) -> int:
-    """Of a private cluster's store. With more than `free`, the bytes left in shared memory, all of it would lie on
-    disk."""
+    """Bytes of a private cluster's object store. free: free bytes of shared memory; Ray would put a larger store on
+    disk as a whole."""
     return max(GROUPS_BYTES, min(wanted_store(policy_bytes), int(0.9 * free)))
 
 
 def _check_listening(address: str) -> None:
-    """Raises WrongInput if nothing listens at the address; Ray itself would try for a minute and say nothing."""
+    """Raises WrongInput if nothing listens at the address; Ray itself would try for a minute without a message."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         try:

@@ -1,7 +1,9 @@
-"""What keeps a private Ray cluster private: a token, the loopback interface, and no page of metrics unless asked for;
-and small: no autoscaler, no API server.
+"""Starts and watches a private Ray cluster, for cluster.ray_cluster. It is private by a token, by the loopback
+interface and by a folder closed to other users; it has no page of metrics unless one is asked for, no autoscaler and no
+API server. RayProcesses notices when one of Ray's own processes ends.
 
-Ray reads all but the last from the environment, once, as it is imported here and in each process that it starts.
+Ray reads its authentication mode and its token from the environment when it is imported, here and in each process that
+it starts. So `close_doors` must run before anything imports ray.
 """
 
 import asyncio
@@ -23,16 +25,13 @@ from cluster.errors import WrongInput
 from cluster.files import abandoned, locked
 from cluster.own_path import entries
 
-# The folder of a private Ray cluster: closed to other users, and removed after a driver that was killed before it
-# could.
-
 _USUAL, _PREFIX = Path("/tmp"), "gl-"
-LONGEST = 21  # bytes of its path: that of a socket ends at 107, and gl-... and what Ray makes in it have 86
+LONGEST = 21  # bytes of the path of TMPDIR: a socket's path has at most 107, and 86 are used below TMPDIR
 
 
 def root() -> Path:
-    """Where temporary folders are made here: TMPDIR, or /tmp where that is not set, too long or not to be written.
-    Raises WrongInput: neither can be."""
+    """The folder for temporary folders: TMPDIR, or /tmp if TMPDIR is not set, too long or not writable. Raises
+    WrongInput if neither can be used."""
     given = Path(os.environ.get("TMPDIR") or _USUAL)
     wrong = {}
     for folder in dict.fromkeys((given, _USUAL)):
@@ -53,14 +52,15 @@ def root() -> Path:
 
 
 class RuntimeFolder:
-    """<root>/gl-<pid>-<random>, for its owner only, and in it the folder that Ray is given.
+    """The folder of a private cluster, <root>/gl-<pid>-<random>, which only its owner can enter. of_ray: the folder in
+    it that Ray gets.
 
-    Ray opens whatever it is given to everybody, sockets included; the folder above keeps them out.
+    Ray makes its folder and its sockets accessible to all users; the folder above keeps them out.
     """
 
     def __init__(self, place: Path | None = None) -> None:
-        """Makes it in `place`, or the usual one; folders of processes that are gone are swept away first. Raises
-        WrongInput."""
+        """Makes the folder in `place` (None: `root()`), after removing the folders that killed drivers have left there.
+        Raises WrongInput."""
         place = root() if place is None else place
         for folder in abandoned(place, _PREFIX):
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,43 +70,44 @@ class RuntimeFolder:
         self.of_ray.mkdir()
 
     def remove(self) -> None:
-        """Removes it with all that Ray and the roles left there."""
+        """Removes the folder with all files of Ray and of the roles."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
-# What schedulers send to all processes of a job as a warning, or a terminal as it vanishes: the driver ends the run,
-# and needs the others for its last step. Not SIGTERM, by which Ray and reward processes end what they have started.
+# Signals that a scheduler sends to all processes of a job as a warning, or a terminal as it closes. Only the driver
+# acts on them and ends the run, for which it needs the other processes. SIGTERM is not among them, since Ray and reward
+# processes use it to end their children.
 FOR_THE_DRIVER = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logging.getLogger("cluster")
 
 _ENV = {
     "RAY_AUTH_MODE": "token",
-    # What Ray does on a desktop system, where nobody may be asked by a firewall: its node is 127.0.0.1, and every
-    # port of every process listens there only. (`_node_ip_address="127.0.0.1"` is turned back into the outer address.)
+    # As on Windows and macOS, Ray's node is then 127.0.0.1, and every process listens there only. (Ray would replace
+    # `_node_ip_address="127.0.0.1"` by the address in the network.)
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # The dashboard's Prometheus page answers without a token and has no switch; at no port none starts.
+    # The dashboard's Prometheus page answers without a token, and only an invalid port turns it off.
     "DASHBOARD_METRIC_PORT": "-1",
 }
 
 
 def close_doors() -> None:
-    """Sets this process's environment for a private cluster; before anything imports ray."""
+    """Sets this process's environment for a private cluster. Must be called before anything imports ray."""
     os.environ.update(_ENV)
-    # The token is in this process's environment alone, not in the home folder. Ray keeps the first one that it sees.
+    # The token is in the environment and not in the home folder. Ray keeps the first token that it sees.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def system_config(shows_metrics: bool) -> dict[str, Any]:
-    """Settings of Ray's own processes. shows_metrics: a tracker wants the page of the node's agent, which answers
-    without a token; on 127.0.0.1, as all else."""
+    """Settings of Ray's own processes. shows_metrics: whether the node's agent exports metrics, on a page of 127.0.0.1
+    that answers without a token."""
     return {
         "enable_metrics_collection": shows_metrics,
-        # A process for each core, started at once for tasks; every role has a process of its own.
+        # Ray would start a process per core for tasks, although every role has a process of its own.
         "enable_worker_prestart": False,
         "prestart_worker_first_driver": False,
     }
@@ -114,14 +115,14 @@ def system_config(shows_metrics: bool) -> dict[str, Any]:
 
 @contextmanager
 def behind_doors() -> Iterator[None]:
-    """Inside this block Ray starts its processes in groups of their own, neither autoscaler nor API server, and an
-    agent that listens at a port of its own. ray.init has no arguments for that.
+    """Patches Ray inside this block, since ray.init has no arguments for the following. Ray starts its processes in
+    process groups of their own, its agent listens at any free port, and neither autoscaler nor API server is started.
+    These two answer without the token, one with metrics, the other to `ray list` and `ray job`.
 
-    The autoscaler shows its metrics at a port, and the API server what `ray list` and `ray job` ask, without the token.
-
-    A signal to the driver's process group (`timeout 2h` sends one) is for the driver alone: Ray's processes would end
-    beside it, and not whole. So each has a group of its own; and as some signals are sent to all processes of a job, it
-    ignores FOR_THE_DRIVER, as do its workers. A start that fails, or that SIGTERM cuts short, ends them.
+    A signal to the driver's process group (`timeout 2h` sends one) must reach the driver alone, or Ray's processes
+    would end in disorder beside it. So each has a group of its own, and it ignores FOR_THE_DRIVER, as its workers do,
+    since such signals can be sent to all processes of a job. If the block raises, also by SIGTERM, Ray's processes are
+    killed.
     """
     from ray._private import services
     from ray._private.node import Node
@@ -142,11 +143,11 @@ def behind_doors() -> Iterator[None]:
         pass
 
     def without_server(node: Node, **options: Any) -> None:
-        node._webui_url = ""  # as where it shows no dashboard
+        node._webui_url = ""  # Ray's value without a dashboard
 
     def at_a_free_port(node: Node) -> None:
         params: RayParams = node._ray_params
-        params.dashboard_agent_listen_port = 0  # any that is free; Ray's 52365 goes to one cluster alone
+        params.dashboard_agent_listen_port = 0  # any free port; Ray's default 52365 suffices for one cluster only
         started.append(node)
         processes(node)
 
@@ -167,15 +168,15 @@ def behind_doors() -> Iterator[None]:
 
 
 def leave_to_the_driver() -> None:
-    """This process ignores FOR_THE_DRIVER, and so do all that it starts."""
+    """Makes this process, and all that it starts, ignore the signals FOR_THE_DRIVER."""
     for number in FOR_THE_DRIVER:
         signal.signal(number, signal.SIG_IGN)
 
 
 def job_config() -> Any:
-    """Of a driver by whose files none of ours is hidden in its workers. Ray puts the folder of the driver's script and
-    its working directory first on their path: they get none of it, as where a job has a working directory of its own,
-    and the driver's path last (cluster.ray_actor.Host)."""
+    """The job's configuration for Ray, by which no file of the user hides a module of gleaner in the workers. Ray would
+    put the folder of the driver's script and the working directory first on their sys.path. It does not for a job with
+    a working directory of its own, which is pretended here; cluster.ray_actor.Host appends the driver's path."""
     from ray.job_config import JobConfig
 
     config: JobConfig = JobConfig(_py_driver_sys_path=entries())
@@ -184,16 +185,16 @@ def job_config() -> Any:
 
 
 def end_at_once(node: Any) -> None:
-    """Kills the Ray processes of this node and the agents that its raylet started: these run on for a minute or two
-    after a raylet that is killed alone."""
+    """Kills Ray's processes on this node with their process groups. The agents that the raylet has started would run
+    for another minute or two if the raylet alone were killed."""
     for _, process in node.live_processes():
-        with suppress(ProcessLookupError):  # nothing of that group is left
+        with suppress(ProcessLookupError):  # no process of the group is left
             os.killpg(process.pid, signal.SIGKILL)
     node.kill_all_processes(check_alive=False)
 
 
 def check_doors() -> None:
-    """Warns if close_doors came too late: ray had been imported before it, so its ports are open to the network."""
+    """Warns if ray was imported before `close_doors`, so that its ports are open to the network."""
     from ray.util import get_node_ip_address
 
     address = get_node_ip_address()
@@ -205,26 +206,26 @@ def check_doors() -> None:
         )
 
 
-# Watches Ray's own processes of a private cluster, which are children of this process.
-#
-# Ray itself reports their loss late (that of the GCS after 60 s, and then it ends this process), or as something else
-# (an actor that died, or an actor's owner).
-
 T = TypeVar("T")
 
 EVERY_S = 1.0
-NEEDED = ("gcs_server", "raylet")  # the others only serve the dashboard and the logs
+NEEDED = ("gcs_server", "raylet")  # Ray's other processes only serve the dashboard and the logs
 NEXT_STEP = "start the same command again: it goes on from the last checkpoint"
 
 
 class RayProcesses:
-    """Ray's processes on this node. node: Ray's own record of what it has started here."""
+    """Watches Ray's own processes on this node. node: Ray's record of the processes that it has started. logs: the
+    folder with their output.
+
+    Ray itself reports their end late (that of the GCS after 60 s, by ending this process), or as the death of an actor
+    or of an actor's owner.
+    """
 
     def __init__(self, node: Any, logs: Path) -> None:
         self._node, self._logs = node, logs
 
     def lost(self) -> str | None:
-        """A sentence about the first needed process that has ended, or None if all run."""
+        """A sentence about the first process of NEEDED that has ended, or None if all run."""
         for kind, process in self._node.dead_processes():
             if kind in NEEDED:
                 code = process.returncode
@@ -236,21 +237,21 @@ class RayProcesses:
         return None
 
     def _agent(self, kind: str) -> str:
-        """Names the agent that ended before the raylet, which ends itself as soon as one of its agents has."""
+        """Names the agent that ended before the raylet: a raylet ends itself as soon as one of its agents has ended."""
         log = self._logs / "raylet.out"
         found = kind == "raylet" and log.exists() and re.findall(r"agent_name = (\w+)", log.read_text(errors="replace"))
         return f", as its {found[-1]} had" if found else ""
 
     async def watch(self) -> NoReturn:
-        """Looks once a second; ends only by raising ClusterLost."""
+        """Checks once a second, and never returns. Raises ClusterLost when a process of NEEDED has ended."""
         while True:
             await asyncio.sleep(EVERY_S)
             if text := self.lost():
                 raise ClusterLost(text)
 
     async def beside(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns or raises what the work does. If a process of Ray ends first: cancels the work, raises
-        ClusterLost."""
+        """Awaits `work` and returns or raises its result. If a process of NEEDED ends first, cancels the work and
+        raises ClusterLost."""
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -261,9 +262,10 @@ class RayProcesses:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     def end(self, pids: Iterable[int | None]) -> None:
-        """Ends what is left of a cluster that has lost a part: first the actors' processes, given by `pids`.
+        """Kills what is left of a cluster that has lost one of its processes, first the actors' processes `pids`.
 
-        Ray's own shutdown would ask the lost part for a minute, and again as this interpreter exits; it is taken out.
+        Ray's own shutdown would wait for the lost process for a minute, and once more when this interpreter exits; its
+        atexit handler is removed.
         """
         import ray
 
@@ -275,7 +277,7 @@ class RayProcesses:
 
 
 def _is_of_ray(pid: int) -> bool:
-    """False if the process ended, and another one has its number by now."""
+    """Whether the process is a worker of Ray. It is not if the worker has ended and another process has its id."""
     try:
         return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Files that somebody else may have made: read within bounds, and only where they are regular files.
+"""Reads files that others may have made, such as those of a copied run folder: text, JSON, YAML and lines.
 
-A run folder travels: it is unpacked, copied, shared. A name in it may be a FIFO, at which an open waits for ever, or a
-link to /dev/zero, which never ends; a text may be nested so deeply, or be so long, that to read it ends the process.
-What is read here ends soon, takes no more memory than it is allowed, and what is wrong is one sentence.
+A path in such a folder may be a FIFO, whose open never returns, or a link to /dev/zero, which never ends; a text may be
+so long or so deeply nested that reading it ends the process. The functions here read regular files only, within limits
+of size and depth, and say in one sentence what is wrong.
 """
 
 import errno
@@ -21,10 +21,10 @@ import yaml
 from cluster.errors import WrongInput
 
 MIB = 2**20
-MOST = 64 * MIB  # bytes of a text that is read whole
-LONGEST = 16 * MIB  # of a line
-BLOCK = 4 * MIB  # that are read at once
-MAX_DEPTH = 200  # of nested lists and mappings; json itself stops at about a thousand, in either direction
+MOST = 64 * MIB  # bytes of a file that is read as a whole
+LONGEST = 16 * MIB  # bytes of a line
+BLOCK = 4 * MIB  # bytes of one read
+MAX_DEPTH = 200  # of nested lists and mappings; json itself can neither read nor write more than about a thousand
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
@@ -33,7 +33,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def no_regular_file(path: Path) -> str | None:
-    """What is wrong with a path that is to be written: something else than a regular file is there, or a link."""
+    """What is wrong with a path that is to be written: it exists and is not a regular file (links are not followed).
+    None if nothing is wrong."""
     try:
         kind = stat.S_IFMT(os.lstat(path).st_mode)
     except OSError:
@@ -43,13 +44,13 @@ def no_regular_file(path: Path) -> str | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, or a link to one, open for reading. Raises FileNotFoundError, and WrongInput for anything else
-    that is in its place, or that may not be read."""
+    """Opens a regular file, or a link to one, for reading. Raises FileNotFoundError, and WrongInput if the path is
+    something else or may not be read."""
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)  # before it is opened: to open a device may do something
+        kind = stat.S_IFMT(os.stat(path).st_mode)  # checked before the open, since opening a device may have effects
         if kind != stat.S_IFREG:
             raise WrongInput(f"{path} must be a regular file, and is {KINDS.get(kind, 'none')}")
-        # Without waiting: between the two calls somebody may put a FIFO there, and some files of /proc wait, too.
+        # O_NONBLOCK: a FIFO may take the file's place between the two calls, and some files of /proc block too.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
@@ -62,7 +63,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:
-    """All of it. Raises FileNotFoundError and WrongInput: it is no regular file, or longer than `most`."""
+    """The content of a file. Raises FileNotFoundError, and WrongInput if it is no regular file or has more than `most`
+    bytes."""
     parts, left = [], most + 1
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -76,7 +78,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST) -> str:
-    """All of it, which must be UTF-8. Raises as read_bytes."""
+    """The text of a file. Raises what read_bytes raises, and WrongInput if it is not UTF-8."""
     return _decoded(read_bytes(path, most), path)
 
 
@@ -89,8 +91,8 @@ def _decoded(found: bytes, path: Path) -> str:
 
 
 def read_given(path: Path, most: int = MOST) -> str:
-    """The text of a file that may be a pipe, up to its end: one that whoever started this process has opened for it.
-    Raises OSError, and WrongInput: it is longer than `most`, or no UTF-8."""
+    """The text of a file that may be a pipe, which is read to its end: one that the parent of this process has opened.
+    Raises OSError, and WrongInput if it has more than `most` bytes or is not UTF-8."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -99,12 +101,12 @@ def read_given(path: Path, most: int = MOST) -> str:
 
 
 def read_json(path: Path, most: int = MOST) -> Any:
-    """The value of a JSON file. Raises as read_text, and WrongInput for what is no JSON, or nested too deep."""
+    """The value of a JSON file. Raises what read_text and json_value raise."""
     return json_value(read_text(path, most), str(path))
 
 
 def read_mapping(path: Path, most: int = MOST) -> dict[str, Any]:
-    """The same of a file that holds one JSON object."""
+    """The value of a JSON file, which must be an object. Raises what read_json raises, and WrongInput."""
     found = read_json(path, most)
     if not isinstance(found, dict):
         raise WrongInput(f"{path} must hold a mapping, got {type(found).__name__}")
@@ -112,12 +114,13 @@ def read_mapping(path: Path, most: int = MOST) -> dict[str, Any]:
 
 
 def json_value(text: str | bytes, what: str) -> Any:
-    """The value of a JSON text, in which NaN and Infinity are numbers. Raises WrongInput, which calls it `what`."""
+    """The value of a JSON text, in which NaN and Infinity are allowed. Raises WrongInput if the text is not JSON or
+    nested too deeply. what: the text's name in the message."""
     try:
         found = json.loads(text)
     except RecursionError:
         raise WrongInput(f"{what} must be nested at most {MAX_DEPTH} deep") from None
-    except ValueError as error:  # among them a whole number of thousands of digits
+    except ValueError as error:  # also raised for an integer of thousands of digits
         raise WrongInput(f"{what} must be JSON: {' '.join(str(error).split())[:200]}") from None
     if (
         text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
@@ -136,8 +139,9 @@ def _check_depth(tree: Any, what: str) -> None:
 
 
 def lines(path: Path, longest: int = LONGEST) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, and the line without its end; the last one may be cut off. No more than a block and a
-    line are in memory. Raises FileNotFoundError, and WrongInput for no regular file, or a line longer than that."""
+    """Yields (offset of its first byte, line without its end) for each line of a file; the last line may lack its end.
+    At most a block and a line are in memory. Raises FileNotFoundError, and WrongInput if it is no regular file or a
+    line has more than `longest` bytes."""
     with opened(path) as file:
         rest, begins, number = b"", 0, 1
         while part := _read(file, path, BLOCK):
@@ -164,22 +168,22 @@ def _read(file: BinaryIO, path: Path, count: int) -> bytes:
 
 
 def printable(name: object) -> str:
-    """A path as a page or a terminal may have it: a byte of a file's name that is no UTF-8 cannot be written there."""
+    """A path as text for a page or a terminal, with replacement characters for bytes that are not UTF-8."""
     return _SURROGATE.sub("\ufffd", str(name))
 
 
-# YAML -> plain values, bounded: what comes out can be validated, shown and stored without surprises.
+# YAML, read into plain values that can be validated, shown and stored as JSON.
 
-YAML_BYTES = MIB // 2  # bytes of a file: PyYAML takes seconds for it
-GIVEN = re.compile(r"/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+")
-LONGEST_NUMBER = 400  # letters: to base 60, which YAML knows, its time goes by their square
+YAML_BYTES = MIB // 2  # bytes of a file, for which PyYAML takes seconds
+GIVEN = re.compile(r"/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+")  # paths that may be pipes of this process
+LONGEST_NUMBER = 400  # characters; reading a number in base 60, which YAML allows, takes quadratic time
 YAML_DEPTH = 32  # of nested lists and mappings
-MAX_VALUES = 100_000  # an alias counts as often as it is used: a few lines may stand for billions
+MAX_VALUES = 100_000  # an alias counts each time it is used, since a few lines of aliases can stand for billions
 MAX_INT = 2**63
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, which PyYAML lets pass: the second block would silently replace the first."""
+    """Refuses a repeated key, whose second value would silently replace the first in PyYAML."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
@@ -196,22 +200,22 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text that _Loader would take for a number in quotes."""
+    """Writes text in quotes where _Loader would read a number."""
 
 
-# 1e-4 is a number: YAML 1.1, which PyYAML reads, wants a dot in it.
+# 1e-4 is read as a number; YAML 1.1, which PyYAML implements, requires a dot in it.
 for _one in (_Loader, _Dumper):
     _one.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), [*"-+0123456789"])
 
 
 def dump(tree: Any) -> str:
-    """A tree as read_yaml reads it."""
+    """Writes plain values as YAML that read_yaml reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """One YAML mapping; an empty file is an empty mapping. It may be a pipe that this process was started with, such as
-    /dev/stdin or what a shell makes of <(...). Raises WrongInput."""
+    """Reads a YAML file, which must be a mapping or empty, which is read as an empty mapping. It may be a pipe with
+    which this process was started, such as /dev/stdin or a shell's <(...). Raises WrongInput."""
     try:
         text = read_given(path, YAML_BYTES) if GIVEN.fullmatch(str(path)) else read_text(path, YAML_BYTES)
     except WrongInput as error:
@@ -226,7 +230,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def mapping_of(text: str) -> dict[str, Any]:
-    """The mapping that a YAML text holds; an empty text is an empty mapping. Raises WrongInput."""
+    """The mapping in a YAML text; an empty text is an empty mapping. Raises WrongInput."""
     tree, refused = _parse(text)
     if refused is not None:
         raise WrongInput(refused)
@@ -239,8 +243,9 @@ def mapping_of(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override: numbers, true/false, null, [lists], {maps} and 'quoted text' as in YAML, and all else
-    as it stands (to YAML, `Solve: {question}` is a mapping, and what follows a # is nothing). Raises WrongInput."""
+    """The value of an override on the command line. Numbers, true/false, null, [lists], {maps} and 'quoted text' are
+    read as YAML, and all else is text as it is (YAML would read `Solve: {question}` as a mapping, and drop what follows
+    a #). Raises WrongInput."""
     value, refused = _parse(text)
     value = value if refused is None else text
     marked = text.lstrip().startswith(("[", "{", "'", '"'))
@@ -251,20 +256,21 @@ def parse_value(text: str) -> Any:
 
 
 def _parse(text: str) -> tuple[Any, str | None]:
-    """The values of a YAML text, and why YAML does not take it. Raises WrongInput where it repeats a key or is nested
-    too deep."""
+    """Returns (the values of a YAML text, why the text is not YAML or None). Raises WrongInput if a key is repeated or
+    the text is nested too deeply."""
     try:
         return yaml.load(text, Loader=_Loader), None
     except WrongInput:
         raise
     except RecursionError:
         raise WrongInput(_too_deep()) from None
-    except Exception as error:  # besides YAMLError whatever PyYAML meets in a value that its tag does not promise
+    except Exception as error:  # YAMLError, or any exception of PyYAML for a value that does not match its tag
         return None, f"not YAML: {' '.join(str(error).split())[:300]}"
 
 
 def check_plain(tree: Any) -> None:
-    """Raises WrongInput where a tree is too deep (or holds itself) or too large, or has a value that no file holds."""
+    """Raises WrongInput if the values are nested too deeply (or contain themselves), are too many, or include one that
+    JSON cannot store."""
     left = MAX_VALUES
     waiting: list[tuple[Any, tuple[Any, ...]]] = [(tree, ())]
     while waiting:
@@ -278,7 +284,7 @@ def check_plain(tree: Any) -> None:
             waiting += [(item, (*where, key)) for key, inner in value.items() for item in (key, inner)]
         elif isinstance(value, list | tuple | set):
             waiting += [(item, (*where, place)) for place, item in enumerate(value)]
-        elif isinstance(value, bytes):  # which JSON has no form for
+        elif isinstance(value, bytes):  # JSON has no bytes
             raise WrongInput(f"{_dotted(where)}must not be bytes (!!binary), got {value[:40]!r}; write it as text")
         elif isinstance(value, int) and abs(value) > MAX_INT:
             raise WrongInput("a whole number must lie within 64 bits; write it as text in quotes")

@@ -1,4 +1,7 @@
-"""What a run says about itself: metrics.jsonl, its trackers, a timeline of every role, and peak memory."""
+"""Records a run: Metrics writes metrics.jsonl and passes metrics on to trackers, Timeline writes the spans of every
+role as a trace; the module also measures peak memory. MetricsFile reads metrics.jsonl for reports and for a resumed
+run.
+"""
 
 import itertools
 import json
@@ -22,13 +25,12 @@ from cluster.trackers import TRACKERS, Background, Sample, tracked
 
 METRICS_FILE = "metrics.jsonl"
 
-# metrics.jsonl as it lies on the disk: which steps it has and where, known without reading what each line says.
-#
-# A long run's has hundreds of megabytes, and to parse them takes half a minute and gigabytes. The beginning of a line,
-# as Metrics writes it, says its step and its time; the rest is parsed for the steps that are asked for.
+# The metrics.jsonl of a long run has hundreds of megabytes; parsing them would take half a minute and gigabytes of
+# memory. The beginning of a line, as Metrics writes it, has the step and the time. So MetricsFile reads the beginnings,
+# and parses a whole line only when its step is asked for.
 
-MOST_STEP = 2**53  # beyond which a browser's numbers are no longer exact
-MOST_BAD = 100_000  # lines: a file with more is none of a run's
+MOST_STEP = 2**53  # the numbers of a browser are exact up to here
+MOST_BAD = 100_000  # a file with more invalid lines is refused
 _BEGIN = re.compile(rb'\{"step": (\d{1,15}), "at": (\d{1,12}(?:\.\d{1,9})?)[,}]')
 _SECONDS = re.compile(rb"(\d{1,12}(?:\.\d{1,20})?(?:e-\d\d)?)[,}]")
 STEP_TIME = b'"time/step": '
@@ -36,14 +38,15 @@ EVALUATED = b'"eval/'
 
 
 class MetricsFile:
-    """The lines of a file that are of a step; of two of one step the later one counts.
+    """The lines of a metrics.jsonl by step; if two lines have the same step, the later one counts.
 
     Attributes:
-        steps: ascending. total, bad: lines in all, and those that are of no step. first_bad: number of the first.
+        steps: the steps that have a line, ascending. total: number of lines. bad: number of lines without a step.
+            first_bad: line number of the first of these, from 1; 0 if there is none.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises FileNotFoundError, and WrongInput where it is no file of metrics."""
+        """Indexes the file. Raises FileNotFoundError, and WrongInput if it is not a file of metrics."""
         self._path = path
         self.steps: list[int] = []
         self.total = self.bad = self.first_bad = 0
@@ -80,15 +83,15 @@ class MetricsFile:
         return [step for step in self.steps if self._evaluated[self._lines[step]]]
 
     def seconds(self, up_to: int = MOST_STEP) -> float:
-        """That the steps up to that one took together, by time/step."""
+        """Seconds that the steps up to `up_to` took together, by their metric time/step."""
         return math.fsum(self._spent[line] for step, line in self._lines.items() if step <= up_to)
 
     def time(self, step: int) -> float:
-        """When its line was written, in seconds since 1970; nan where the line does not say."""
+        """When the step's line was written, in seconds since 1970; nan if the line has no time."""
         return self._times[self._lines[step]]
 
     def rows(self, steps: list[int]) -> Iterator[dict[str, Any]]:
-        """The lines of these steps, as they are in the file; {} for one that is no JSON after all, or has changed."""
+        """The parsed lines of these steps; {} for a line that is not valid JSON, or was changed since the indexing."""
         with opened(self._path) as file:
             for step in steps:
                 line = self._lines[step]
@@ -96,7 +99,7 @@ class MetricsFile:
                 yield _row(file.read(self._lengths[line]), step)
 
     def whole(self, up_to: int) -> Iterator[bytes]:
-        """The lines of steps up to that one, each once, in their order in the file and with their end."""
+        """The lines of the steps up to `up_to`, with line ends and in the order of the file, one line per step."""
         kept = sorted(line for step, line in self._lines.items() if step <= up_to)
         with opened(self._path) as file:
             for line in kept:
@@ -105,7 +108,7 @@ class MetricsFile:
 
 
 def _beginning(line: bytes) -> tuple[int, float] | None:
-    """Step and time of a line; None if it is of no step. One that is written otherwise than here is parsed."""
+    """(step, time) of a line; None if it has no step. A line that does not begin as Metrics writes it is parsed."""
     if len(line) <= LONGEST and (found := _BEGIN.match(line)) is not None and line.endswith(b"}"):
         return int(found[1]), float(found[2])
     try:
@@ -120,7 +123,7 @@ def _beginning(line: bytes) -> tuple[int, float] | None:
 
 
 def _seconds(line: bytes) -> float:
-    place = line.rfind(STEP_TIME)  # from behind, which it is nearer to
+    place = line.rfind(STEP_TIME)  # keys are sorted, so it is nearer to the end
     found = _SECONDS.match(line, place + len(STEP_TIME)) if place >= 0 else None
     return float(found[1]) if found is not None else 0.0
 
@@ -134,18 +137,18 @@ def _row(line: bytes, step: int) -> dict[str, Any]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, as it is; None for everything else."""
+    """The value if it is a finite int or float, else None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         return value if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # an int too large for a float
         return None
 
 
 Interval = tuple[float, float]  # start and end, in seconds of time.perf_counter
-EVENT_END = b"},\n"  # of an event in a trace; further ones may follow
-LONGEST_EVENT = 2**20  # bytes, at most
+EVENT_END = b"},\n"  # the end of an event in a trace
+LONGEST_EVENT = 2**20  # bytes of an event, at most
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +158,10 @@ class FolderGone(FileNotFoundError):
 
 
 class Metrics:
-    """One line a step in metrics.jsonl, and the same numbers to each tracker."""
+    """Writes a line per step to metrics.jsonl, and gives the same numbers to each tracker.
+
+    Args: trackers: names of cluster.trackers.TRACKERS. resume_step: the step from which the run goes on; 0: a new run.
+    """
 
     def __init__(self, run_dir: Path, trackers: Sequence[str], resume_step: int) -> None:
         self._path = run_dir / METRICS_FILE
@@ -169,10 +175,8 @@ class Metrics:
             self._trackers = [Background(name, TRACKERS[name], run) for name in trackers]
 
     def _forget_after(self, step: int) -> None:
-        """Drops the lines of steps that a resumed run will repeat, so that each step stands there once.
-
-        A run that starts at step 0 repeats that step, too. Lines that a kill or a full disk cut short are dropped with
-        one warning.
+        """Drops the lines of steps after `step`, which a resumed run will repeat (from step 0 on all lines), so that
+        each step has one line. Lines that a kill or a full disk has cut short are dropped too, with one warning.
         """
         try:
             file = MetricsFile(self._path)
@@ -192,7 +196,7 @@ class Metrics:
             os.replace(partial, self._path)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes more of the newest step, into its line, and to the trackers. Raises as `log`."""
+        """Adds metrics to the line of the newest step, and gives them to the trackers. Raises what `log` raises."""
         file = MetricsFile(self._path)
         if not file.steps or file.steps[-1] != step:
             self.log(step, values)
@@ -205,10 +209,10 @@ class Metrics:
         self._tell(step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one step; what is not finite is written as null, since JSON has no NaN.
+        """Writes the metrics of one step. A number that is not finite is written as null, since JSON has no NaN.
 
-        Raises OSError, with the path in it, if the line cannot be written, or if the run folder was deleted or replaced
-        since the run began: its record would be lost without a word.
+        Raises WriteFailed if the line cannot be written, and FolderGone if the run folder was deleted or replaced since
+        the run began, so that the record would be lost.
         """
         with writing(self._path):
             self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **_finite_or_null(values)}) + "\n")
@@ -221,7 +225,7 @@ class Metrics:
             tracker.log(step, finite)
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few completions to held-out problems, for the trackers."""
+        """Gives a few completions of held-out problems to the trackers."""
         for tracker in self._trackers:
             tracker.completions(step, samples)
 
@@ -257,18 +261,17 @@ class _Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of every role: kept for overlap figures, and written as a Chrome trace (open it in ui.perfetto.dev).
-
-    A resumed run goes on in the same file; its times are those of the clock on the wall.
+    """Records what each role is doing and when, in spans. They are kept for metrics of overlap, and written as a Chrome
+    trace with wall-clock times (open it in ui.perfetto.dev). A resumed run continues the file.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self._path = path
         if resume_step > 0 and path.exists():
-            os.truncate(path, _whole(path))  # without the end, or a line that a kill cut short
+            os.truncate(path, _whole(path))  # removes the closing bracket, or a line that a kill has cut short
         self._file = path.open("a" if resume_step > 0 else "w")
         if self._file.tell() == 0:
-            self._file.write("[\n")  # viewers need no closing bracket, so a killed run stays readable
+            self._file.write("[\n")  # viewers need no closing bracket, so the trace of a killed run can be read
         self._spans: list[_Span] = []
         self._open: dict[object, tuple[str, str, float]] = {}
         self._epoch = time.time() - time.perf_counter()
@@ -276,13 +279,14 @@ class Timeline:
 
     @contextmanager
     def span(self, what: str, role: str, concurrent: bool = False, **details: Any) -> Iterator[None]:
-        """Records how long the body took. `concurrent`: spans of this kind overlap within the role."""
+        """Records when the body ran. what: the kind of span. concurrent: whether spans of this kind can overlap within
+        the role. details: shown with the span in the trace."""
         start, mark = time.perf_counter(), object()
         self._open[mark] = (what, role, start)
         try:
             yield
         except BaseException:
-            with suppress(OSError):  # what the body has met is told
+            with suppress(OSError):  # the exception of the body is more important
                 self._end(mark, concurrent, details)
             raise
         self._end(mark, concurrent, details)
@@ -293,8 +297,8 @@ class Timeline:
         self._spans.append(_Span(what, role, start, end))
         common = {"name": what, "cat": what, "pid": 0, "tid": role, "args": details}
         begin, stop = (round((moment + self._epoch) * 1e6) for moment in (start, end))
-        if concurrent:  # a pair of asynchronous events: complete ones must nest within their track
-            common["id"] = str(next(self._ids))  # beyond what JavaScript's numbers hold exactly
+        if concurrent:  # complete events ("X") must nest within their track, asynchronous ones need not
+            common["id"] = str(next(self._ids))  # text, since JavaScript's numbers cannot hold it exactly
             events = [common | {"ph": "b", "ts": begin}, common | {"ph": "e", "ts": stop}]
         else:
             events = [common | {"ph": "X", "ts": begin, "dur": stop - begin}]
@@ -302,12 +306,12 @@ class Timeline:
             self._file.write("".join(json.dumps(event) + ",\n" for event in events))
 
     def busy(self, what: str, start: float, end: float) -> list[Interval]:
-        """When at least one role was at work of that kind inside [start, end], in seconds of time.perf_counter; a span
-        that is still open counts up to `end`."""
+        """The intervals inside [start, end], in seconds of time.perf_counter, in which at least one role had a span of
+        kind `what`. A span that is still open counts up to `end`."""
         return union(itertools.chain.from_iterable(self.busy_by_role(what, start, end).values()))
 
     def busy_by_role(self, what: str, start: float, end: float) -> dict[str, list[Interval]]:
-        """The same for each role that has such spans."""
+        """The intervals of `busy` for each role that has such spans."""
         still = (_Span(name, role, begin, end) for name, role, begin in self._open.values())
         spans: dict[str, list[Interval]] = {}
         for span in itertools.chain(self._spans, still):
@@ -316,24 +320,24 @@ class Timeline:
         return {role: union(own) for role, own in spans.items()}
 
     def forget_before(self, moment: float) -> None:
-        """Drops spans that ended before `moment`, so that memory does not grow with the run; and flushes the file.
+        """Flushes the file, and drops spans that ended before `moment`, so that memory does not grow with the run.
 
-        A killed run loses the spans that came after. To flush after each span would double the cost of recording it.
+        A killed run loses the spans since the last flush. Flushing after each span would double the cost of a span.
         """
         with writing(self._path):
             self._file.flush()
         self._spans = [span for span in self._spans if span.end >= moment]
 
     def close(self) -> None:
-        """Ends the trace, which is JSON from here on, and closes the file."""
+        """Ends the trace, which is valid JSON then, and closes the file."""
         with writing(self._path):
-            last = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "run"}}  # a comma stands before it
+            last = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "run"}}  # no comma follows it
             self._file.write(json.dumps(last) + "\n]\n")
             self._file.close()
 
 
 def _whole(path: Path) -> int:
-    """Bytes of a trace up to the end of its last event, which is near its end; 0 where there is none."""
+    """Bytes of a trace up to the end of its last complete event; 0 if it has none in its last LONGEST_EVENT bytes."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(size - LONGEST_EVENT, 0)
@@ -343,7 +347,7 @@ def _whole(path: Path) -> int:
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint spans, in order."""
+    """Merges intervals into disjoint ones, in order."""
     merged: list[Interval] = []
     for a, b in sorted(spans):
         if merged and a <= merged[-1][1]:
@@ -354,17 +358,17 @@ def union(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def seconds(spans: Sequence[Interval]) -> float:
-    """Total length of disjoint spans."""
+    """Total length of disjoint intervals, in seconds."""
     return sum(b - a for a, b in spans)
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Seconds during which both were busy."""
+    """Seconds that lie both in an interval of `one` and in an interval of `other`."""
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in one for c, d in other)
 
 
 def peak_memory() -> float:
-    """Peak bytes of this process: of the CUDA allocator where it is in use, else resident set size."""
+    """Peak bytes of this process: of torch's CUDA allocator if CUDA is in use, else of the resident set."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return float(torch.cuda.max_memory_allocated())
@@ -372,5 +376,5 @@ def peak_memory() -> float:
 
 
 def peak_resident() -> int:
-    """Peak bytes of this process in main memory, since its start."""
+    """Peak bytes of this process's resident set since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

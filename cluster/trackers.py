@@ -1,4 +1,7 @@
-"""Where metrics go beside metrics.jsonl. A tracker is one class here and one row of TRACKERS."""
+"""Trackers, which show metrics in addition to metrics.jsonl: MLflow, TensorBoard, trackio, Weights & Biases,
+Prometheus. Each tracker is a class of this module and a row of TRACKERS; Background runs it in a thread for
+cluster.telemetry.
+"""
 
 import hashlib
 import json
@@ -19,11 +22,10 @@ from cluster.files import writing
 from cluster.ray_cluster import RayMetrics, metrics_address
 from cluster.reading import read_mapping, read_text, read_yaml
 
-# The configuration of a run as one level: what trackers, reports and cards show of it.
-
 
 def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys with dots between their parts -> values, in the order of the tree. An empty mapping is a value."""
+    """Flattens nested mappings, such as a run's configuration, into one with dotted keys, in the order of the tree. An
+    empty mapping is kept as a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         inner = dotted(value) if isinstance(value, Mapping) else {}
@@ -31,18 +33,16 @@ def dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# What a tracker is.
-
-Sample = Mapping[str, Any]  # of an evaluation: prompt, completion, reward
-ID = "tracker_id"  # of the run folder
-LONGEST = 1000  # bytes of it
+Sample = Mapping[str, Any]  # prompt, completion and reward of a held-out problem
+ID = "tracker_id"  # name of the file with the id, in the run folder
+LONGEST = 1000  # bytes of that file, at most
 
 
 class TrackedRun(NamedTuple):
-    """A run as a tracker knows it.
+    """A run as a tracker sees it.
 
-    id: a run that goes on from a checkpoint keeps it; one that begins anew, in the same folder or in one of the same
-    path elsewhere, has another. finished: steps before this start; later ones may have been told already, if the run
+    folder: the run folder. id: kept by a run that resumes from a checkpoint; a run that begins anew gets another id,
+    even in the same folder. finished: steps before this start. The tracker may have later steps already, if the run
     goes back to a checkpoint.
     """
 
@@ -52,8 +52,8 @@ class TrackedRun(NamedTuple):
 
 
 def tracked(folder: Path, finished: int) -> TrackedRun:
-    """The run of this folder, with the id that lies there, or a new one; one that began before there were such goes on
-    by the digest of its path."""
+    """The run of this folder, with its id from the folder, or a new id for a new run. A resumed run without a file of
+    an id was begun by a version of gleaner that wrote none, and keeps the digest of its path as its id."""
     file = folder / ID
     kept = known_id(folder) if finished > 0 else ""
     if not kept:
@@ -65,7 +65,7 @@ def tracked(folder: Path, finished: int) -> TrackedRun:
 
 
 def known_id(folder: Path) -> str:
-    """The id that lies in a run's folder, or ''. Raises WrongInput."""
+    """The id in a run's folder, '' if there is none. Raises WrongInput."""
     try:
         kept = read_text(folder / ID, LONGEST).strip()
     except FileNotFoundError:
@@ -76,43 +76,42 @@ def known_id(folder: Path) -> str:
 
 
 class Tracker(Protocol):
-    """One place that shows metrics. All of its methods run in a thread of its own, and what they raise ends it, not
-    the run. A class may name what has to be installed for it: PACKAGE."""
+    """Shows the metrics of a run in one place. All of its methods run in one thread of Background; an exception ends
+    the tracker and not the run. A class can have PACKAGE, the name of the package that must be installed for it."""
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of one step by name; finite ones only."""
+        """Takes the metrics of one step by name; all are finite."""
         ...
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few completions to held-out problems, for those who have a place for text."""
+        """Takes a few completions of held-out problems; a tracker without a place for text ignores them."""
         ...
 
     def close(self) -> None:
-        """Writes what is still held back, and lets go."""
+        """Writes what was not written yet, and frees files and connections."""
         ...
 
 
 def run_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration of the run, with dots between the parts of a key."""
+    """The configuration of the run, with dotted keys."""
     return dotted(read_yaml(run_dir / "config.yaml"))
 
 
-# A tracker in a thread of its own: one that is slow, down, or wants a login costs the run one line, and no time.
-
-CLOSE_S = 60.0  # for what a tracker still has to send
+CLOSE_S = 60.0  # a tracker may take this long to send the rest after the last step
 
 log = logging.getLogger(__name__)
 
 
 class Background:
-    """Takes what a tracker is to be told, and returns at once. name: as in the configuration."""
+    """Runs a tracker in a thread of its own, so that its methods return at once here. A tracker that is slow, down or
+    not logged in costs the run a warning and no time. name: that of the tracker in the configuration."""
 
     def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
         self._name = name
         self._inbox: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
-        # Daemon: a tracker that never returns does not keep the process from ending.
+        # A daemon thread, so that a tracker that never returns does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, args=(make, run), name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -123,7 +122,7 @@ class Background:
         self._inbox.put(lambda tracker: tracker.completions(step, samples))
 
     def close(self) -> None:
-        """Waits for what is still to be sent, for a minute at most."""
+        """Waits until the tracker has sent everything, for CLOSE_S seconds at most."""
         self._inbox.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -138,7 +137,7 @@ class Background:
             while (told := self._inbox.get()) is not None:
                 told(tracker)
             tracker.close()
-        except Exception as error:  # whatever a library of others raises, the run is not about it
+        except Exception as error:  # an error in a tracker's library must not end the run
             text = " ".join(str(error).split())[:300]
             log.warning(
                 "trackers: %s failed (%s: %s); the run goes on without it, metrics.jsonl has all metrics",
@@ -148,14 +147,14 @@ class Background:
 
 # MLflow.
 
-FOLDER_TAG, RUN_TAG = "gleaner.run_dir", "gleaner.run_id"  # tags; by the second a resumed run finds its own
-MOST_PARAMS = 100  # that one request takes
-REFUSED, LONGEST_NAME = re.compile(r"[^\w\-. :/]"), 250  # in the name of a metric
+FOLDER_TAG, RUN_TAG = "gleaner.run_dir", "gleaner.run_id"  # tags; a resumed run is found by the second
+MOST_PARAMS = 100  # parameters that one request may have
+REFUSED, LONGEST_NAME = re.compile(r"[^\w\-. :/]"), 250  # characters that a metric's name may not have; its length
 
 
 class MLflow:
-    """A run of the experiment of MLFLOW_EXPERIMENT_NAME, or gleaner, on the server of MLFLOW_TRACKING_URI; without one
-    in `mlflow.db` of the run folder. A resumed run goes on in it."""
+    """Logs to a run of the experiment MLFLOW_EXPERIMENT_NAME (default: gleaner) on the server MLFLOW_TRACKING_URI
+    (default: `mlflow.db` in the run folder). A resumed run continues its MLflow run."""
 
     PACKAGE = "mlflow"
 
@@ -194,7 +193,7 @@ class MLflow:
 
 
 def _taken(name: str) -> str:
-    """The name of a metric as MLflow takes it: as a path without detours."""
+    """The name under which MLflow accepts a metric: a path without parts of dots only, such as `..`."""
     parts = REFUSED.sub("_", name).split("/")
     return "/".join(part for part in parts if part.strip("."))[:LONGEST_NAME].rstrip("/")
 
@@ -203,8 +202,8 @@ def _taken(name: str) -> str:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run folder. The first of a start says that what earlier ones have of the
-    steps to come no longer holds."""
+    """Writes event files to `tensorboard/` in the run folder. Each start of the run first writes an event by which
+    TensorBoard discards the steps after the checkpoint in earlier files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -223,7 +222,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
-        """This writer has scalars only."""
+        """Ignores them: this writer has scalars only."""
 
     def close(self) -> None:
         self._writer.close()
@@ -233,8 +232,9 @@ class TensorBoard:
 
 
 class Trackio:
-    """A run of the project of TRACKIO_PROJECT, or gleaner, in trackio's own folder (TRACKIO_DIR); `trackio show` shows
-    it. Its name is that of the run folder with a part of the id: trackio finds a resumed run by its name."""
+    """Logs to a run of the project TRACKIO_PROJECT (default: gleaner) in trackio's own folder (TRACKIO_DIR), for
+    `trackio show`. The run's name is that of the run folder with a part of the id, since trackio finds a resumed run by
+    name."""
 
     PACKAGE = "trackio"
 
@@ -270,11 +270,12 @@ COLUMNS = ("step", "prompt", "completion", "reward")
 
 
 class WandB:
-    """A run of the project of WANDB_PROJECT, or gleaner, named as the run folder; a resumed run goes on in it.
+    """Logs to a run of the project WANDB_PROJECT (default: gleaner) with the name of the run folder. A resumed run
+    continues its W&B run.
 
-    Curves are over `step`, a metric of its own: of a step of W&B's own that it has had already it takes no more.
+    Curves are drawn over the metric `step`, since W&B accepts no more values for an earlier one of its own steps.
 
-    WANDB_MODE=offline writes to `wandb/` of the run folder, for `wandb sync` later.
+    WANDB_MODE=offline writes to `wandb/` in the run folder, for a later `wandb sync`.
     """
 
     PACKAGE = "wandb"
@@ -283,7 +284,7 @@ class WandB:
         import wandb
 
         offline = os.environ.get("WANDB_MODE", "online") in ("offline", "disabled")
-        if not offline and not wandb.login(prompt=False):  # or else it would ask on the terminal
+        if not offline and not wandb.login(prompt=False):  # wandb would ask for a key on the terminal
             raise RuntimeError("it wants a login: run `wandb login`, or set WANDB_MODE=offline")
         self._wandb: Any = wandb
         self._rows: list[tuple[Any, ...]] = []
@@ -302,7 +303,7 @@ class WandB:
         self._run.log({**values, "step": step})
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
-        """One table, which grows: W&B shows the newest of a name."""
+        """Logs one table with all samples so far, since W&B shows only the newest table of a name."""
         self._rows += [(step, str(s["prompt"]), s["completion"], s["reward"]) for s in samples]
         table = self._wandb.Table(columns=list(COLUMNS), data=self._rows)
         self._run.log({"completions": table, "step": step})
@@ -311,14 +312,14 @@ class WandB:
         self._run.finish()
 
 
-# Prometheus, through the agents of Ray.
+# Prometheus, through Ray's agents.
 
-TARGETS = "prometheus.json"  # of the run folder, for Prometheus' file_sd_configs
-AGAIN_S = 1.0  # after which the newest values are told again: Ray forgets a gauge after two of its reports, 20 s
-STAY = "eval/"  # shown until the next evaluation; all else is of the newest step
+TARGETS = "prometheus.json"  # a file in the run folder, for Prometheus' file_sd_configs
+AGAIN_S = 1.0  # the gauges are set again after this, since Ray drops a gauge after two of its reports, 20 s
+STAY = "eval/"  # metrics of an evaluation are shown until the next evaluation, all others until the next step
 ROLES = ("learner", "generator")
 
-# Names in metrics.jsonl of which a part becomes a label: the gauge's name and the label. The first that fits holds.
+# Metrics of which a part of the name becomes a label: (pattern, name of the gauge, label). The first match counts.
 FAMILIES = (
     (r"reward/status_(.+)", "reward_status", "reason"),
     (r"reward/(?!(?:mean|std|failed|ms|zero_variance_groups|zeroed)$)(.+)", "reward", "function"),
@@ -329,19 +330,19 @@ FAMILIES = (
     (r"env/outcome_(.+)", "env_outcome", "outcome"),
     (r"env/(?!(?:turns|turns_max|calls|malformed|seconds|observation_tokens|errors)$)(.+)", "env", "name"),
 )
-NO_FAILURE = "none"  # the reason of a completion that no function scores
+NO_FAILURE = "none"  # the status of a completion that no reward function scores, which is no failure
 
 
 class Shown(NamedTuple):
-    """A gauge's name, without the `ray_` that Ray puts before it, and its labels."""
+    """A gauge's name, without Ray's prefix `ray_`, and its labels."""
 
     name: str
     labels: dict[str, str]
 
 
 def shown(told: str) -> Shown:
-    """What a name in metrics.jsonl becomes: `reward/mean` is gleaner_reward_mean, and the mean of one reward function
-    gleaner_reward with the label function."""
+    """The gauge for a metric of metrics.jsonl: `reward/mean` becomes gleaner_reward_mean, and the mean of one reward
+    function becomes gleaner_reward with the label `function`."""
     for pattern, name, label in FAMILIES:
         if found := re.fullmatch(pattern, told):
             return Shown(f"gleaner_{name}", {label: found[1]})
@@ -349,8 +350,8 @@ def shown(told: str) -> Shown:
 
 
 class Prometheus:
-    """Gauges of the newest step, and counters, at the address where Ray's agent of the driver's node shows metrics;
-    `prometheus.json` of the run folder says where that is, while the run lives."""
+    """Exports gauges of the newest step, and counters, through Ray's agent on the driver's node. While the run lives,
+    `prometheus.json` in the run folder has the agent's address."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run, self._folder = {"run": run.folder.name}, run.folder
@@ -367,14 +368,14 @@ class Prometheus:
             stay = {told: value for told, value in self._values.items() if told.startswith(STAY)}
             self._values = stay | dict(values) | self._planned() | {"step": float(step), "step_at": time.time()}
             self._tell()
-            if "rollout/tokens" in values:  # else an evaluation before the first step that is taken here
+            if "rollout/tokens" in values:  # an evaluation before the first step has none
                 self._count(values)
 
     def completions(self, step: int, samples: Sequence[Sample]) -> None:
-        """Prometheus has numbers only."""
+        """Ignores them: Prometheus has numbers only."""
 
     def close(self) -> None:
-        """Ray goes on to show the newest values for up to 20 s."""
+        """Stops setting the gauges, which Ray still shows for up to 20 s."""
         self._closed.set()
         self._thread.join()
         (self._folder / TARGETS).unlink(missing_ok=True)
@@ -385,7 +386,7 @@ class Prometheus:
             self._metrics.set(name, self._run | labels, value, f"{told} of metrics.jsonl")
 
     def _count(self, values: Mapping[str, float]) -> None:
-        """What `increase` and `rate` of Prometheus want, of which one step may be missed."""
+        """Adds to the counters, for `increase` and `rate` of Prometheus; it may not see the gauges of every step."""
         self._metrics.add("gleaner_steps", self._run, 1, "Steps since the driver started")
         self._metrics.add(
             "gleaner_tokens", self._run, values["rollout/tokens"], "Completion tokens since the driver started"
@@ -397,7 +398,7 @@ class Prometheus:
                 self._metrics.add("gleaner_reward_failures", self._run | labels, count, text)
 
     def _planned(self) -> dict[str, float]:
-        """Bytes of each role in the memory plan, beside `memory/learner_peak` and `memory/generator_peak`."""
+        """Bytes of each role in the memory plan, to compare with `memory/learner_peak` and `memory/generator_peak`."""
         file = self._folder / "plan.json"
         plan = read_mapping(file) if file.exists() else {}
         found = {f"memory/{role}_planned": plan.get(role, {}).get("planned") for role in ROLES}
@@ -409,11 +410,11 @@ class Prometheus:
                 self._tell()
 
 
-# Where metrics go beside metrics.jsonl. A tracker is one class in a file here and one row of TRACKERS.
+# The table of trackers.
 
 __all__ = ["PROMETHEUS", "TRACKERS", "Background", "Sample", "TrackedRun", "Tracker", "known_tracker", "tracked"]
 
-PROMETHEUS = "prometheus"  # for which Ray has to show its metrics
+PROMETHEUS = "prometheus"  # the tracker for which Ray must export metrics
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
@@ -425,7 +426,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def known_tracker(name: str) -> str:
-    """The name itself if it is one of TRACKERS and its package is installed. Raises ValueError."""
+    """Returns the name. Raises ValueError if it is not in TRACKERS, or if its package is not installed."""
     if name not in TRACKERS:
         raise ValueError(f"must be one of {', '.join(TRACKERS)}, got {name!r}; leave it out")
     package = getattr(TRACKERS[name], "PACKAGE", None)

@@ -1,8 +1,8 @@
-"""Reward functions: text in, number out. No torch, no ray.
+"""Reward functions: they get the text of completions and return numbers. The package imports neither torch nor ray.
 
-Read in this order: base (what a reward is), config (what the user writes), loader (spec -> function),
-pool (how functions are run safely), check (the trial before any model loads). Nothing is imported here,
-so that `rewards.config` stays as light as a config file must be.
+Read it in this order: base (what a reward function is), config (what the user writes), loader (from `use` to the
+function), pool (how functions are run safely), check (the trial before a run loads a model). Nothing is imported here,
+so that `rewards.config` can be imported quickly.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,31 +1,32 @@
-"""What a reward is, what it may ask for and tell beside its values, and the errors of this package.
+"""Defines what a reward function is, for the rest of this package; has TRL's hooks, the errors, and helpers by which
+reward functions read completions and gold answers.
 
-A reward is a function (plain or `async def`) of a group of completions, in TRL's convention, so that functions
-written for TRL or open-r1 work unchanged:
+A reward function (plain or `async def`) scores a group of completions, in TRL's convention, so that functions written
+for TRL or open-r1 work unchanged:
 
     def my_reward(prompts, completions, completion_ids, answer, **kwargs) -> list[float | None]
 
 * It is called with keyword arguments only: `prompts`, `completions`, `completion_ids` (token ids of each completion)
   and one list per data column, each already repeated once per completion. All lists have the same length.
 * A function without `**kwargs` receives only the parameters that it names; one with `**kwargs` receives every column.
-  The columns `prompt`, `completion` and `completion_ids` of the data are not passed on, as in TRL, less a `prompt` or
+  As in TRL, the data columns `prompt`, `completion` and `completion_ids` are not passed, except a `prompt` or
   `completion` that an arg of a built-in names (`column: completion`).
-* Where the model has a chat template a prompt is a list of messages, also where the data gives a text, and a completion
-  is `[{"role": "assistant", "content": "..."}]`. Without one both are strings. `text_of` reads both.
-* `args` of the configuration are passed on every call and win over a column of the same name.
-* It returns one number per completion, as a list or anything else that has them in order (a tuple, an array, a
-  generator), or None for one that it does not score. As in TRL, the other functions' sum
-  then counts, so each task of a mixed data set can have a function of its own. A completion without any score is
-  left out of training (status `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 or anything else that is
-  not a number is a failure: the sample gets status `nan` and no reward.
-* A function with the parameters of verl, OpenRLHF or ms-swift, or one of a single completion, is used as it is
+* If the model has a chat template, a prompt is a list of messages, even if the data has a text, and a completion is
+  `[{"role": "assistant", "content": "..."}]`. Without a template both are strings. `text_of` reads either form.
+* `args` of the configuration are passed in every call and take precedence over a column of the same name.
+* The function returns one number per completion, in a list or another ordered collection (tuple, array, generator), or
+  None for a completion that it does not score. As in TRL, the sum of the other functions then counts, so each task of a
+  mixed data set can have its own function. A completion that no function scores is left out of training (status
+  `none`); TRL gives it 0. NaN, infinity, a number beyond 1e30 and anything that is not a number are failures: the
+  completion gets status `nan` and no reward.
+* A function with the parameters of verl, OpenRLHF or ms-swift, or one for a single completion, is used as it is
   (rewards.call).
-* Calls of an `async def` for several groups are under way at once, on one event loop.
+* Calls of an `async def` for several groups run at the same time, on one event loop.
 
-Of TRL's extras, `trainer_state` has `global_step`, `max_steps` and `epoch`; what `log_metric(name, value)` is given is
-`log/<name>` in metrics.jsonl, the mean over groups; what `log_extra(column, values)` is given stands beside each
-completion in the rollouts. `environments` is not provided: a reward function runs in its own process,
-far from them. One that demands it is refused before training starts.
+Of TRL's extras, `trainer_state` has `global_step`, `max_steps` and `epoch`. `log_metric(name, value)` writes
+`log/<name>` in metrics.jsonl, the mean over groups, and `log_extra(column, values)` writes a text beside each
+completion in the rollouts. `environments` is not provided, since reward functions and environments run in different
+processes; a function that requires it is refused before training starts.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from typing import Any
 Values = Iterable[float | None]
 Reward = Callable[..., Values | Awaitable[Values]]
 
-JUDGE = "judge"  # the `use` of a language model that is asked
-ADAPTER = "adapter:"  # how the `use` of a reward model on the learner's base begins
-LARGEST = 1e30  # of a reward: weighted sums of them, too, are held in float32, which ends at 3.4e38
+JUDGE = "judge"  # the `use` of a language model that judges completions
+ADAPTER = "adapter:"  # begins the `use` of a reward model that is an adapter on the learner's base
+LARGEST = 1e30  # the largest reward, so that weighted sums of rewards fit float32, which ends at 3.4e38
 TRL_EXTRAS = ("environments",)
 
 
 class Zeroed(list[float]):
-    """What a reward function of ours returns: its values, and why a completion has nan, or 0 for another reason than a
-    wrong answer (it was late, say, or ended its process), by its place in the group."""
+    """The values that one of gleaner's own reward functions returns. why: by index of a completion, the reason for a
+    nan, or for a 0 that is not a wrong answer (for example code that was late or ended its process)."""
 
     def __init__(self, values: Sequence[float], why: Mapping[int, str]) -> None:
         super().__init__(values)
@@ -57,12 +58,12 @@ class Zeroed(list[float]):
 
 
 def writable(text: str) -> str:
-    """The text with each half of a surrogate pair, which no file or Arrow column takes, as Python writes it."""
+    """The text with each lone surrogate, which no file or Arrow column accepts, replaced by a backslash escape."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def said(error: BaseException) -> str:
-    """The text of an exception that is not ours, in one line, whatever its __str__ does."""
+    """The text of another library's or the user's exception, on one line, even if its __str__ raises."""
     try:
         return writable(" ".join(str(error).split()))
     except BaseException as second:
@@ -70,21 +71,22 @@ def said(error: BaseException) -> str:
 
 
 def counts(number: float) -> bool:
-    """Whether it can be a reward or a part of one: finite, and of at most LARGEST."""
+    """Whether the number is allowed as a reward: it is finite, and its absolute value is at most LARGEST."""
     return abs(number) <= LARGEST
 
 
-# What TRL gives its reward functions beside the data: `log_metric` and `log_extra`, by which they tell more than their
-# values, and `trainer_state`, which tells them how far the run is.
+# TRL's hooks, further arguments of a reward function: it logs more than its values by `log_metric` and `log_extra`, and
+# reads from `trainer_state` how far the run is.
 
 NAMES = ("trainer_state", "log_extra", "log_metric")
-MOST = 64  # metrics of a call, and columns
-LONGEST_NAME, LONGEST_TEXT = 100, 2000
+MOST = 64  # names of metrics, and of extra columns, that one call may log
+LONGEST_NAME, LONGEST_TEXT = 100, 2000  # characters that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the run is as a group is scored: updates of its generator's newest policy, of how many, and the epoch."""
+    """How far the run is when a group is scored. step: optimizer steps of the newest policy that its generator has.
+    steps: of the whole run. epoch: of the data."""
 
     step: int = 0
     steps: int = 0
@@ -95,7 +97,7 @@ BEGIN = Progress()
 
 
 class TrainerState:
-    """Of transformers' TrainerState what a run of gleaner has."""
+    """The fields of transformers' TrainerState that gleaner provides."""
 
     def __init__(self, progress: Progress) -> None:
         self.global_step, self.max_steps, self.epoch = progress.step, progress.steps, float(progress.epoch)
@@ -106,14 +108,14 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one call told. metrics: the mean of each metric's values. extras: a text for each completion, by column."""
+    """What one call logged. metrics: means of the logged values by name. extras: by column, a text per completion."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Log:
-    """Takes what one call of a reward function tells, for `size` completions."""
+    """Collects what one call of a reward function logs, for a group of `size` completions."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -121,7 +123,8 @@ class Log:
         self._extras: dict[str, list[str]] = {}
 
     def metric(self, name: str, value: float) -> None:
-        """`log_metric`. Values that are not finite are left out. Raises ValueError."""
+        """Implements `log_metric`; ignores values that are not finite. Raises ValueError if the value is no number, or
+        beyond MOST names."""
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
@@ -130,7 +133,7 @@ class Log:
             _of(self._metrics, name, "log_metric").append(number)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """`log_extra`. Raises ValueError."""
+        """Implements `log_extra`. Raises ValueError unless there is one value per completion, or beyond MOST names."""
         given = list(values)
         if len(given) != self._size:
             raise ValueError(
@@ -159,8 +162,8 @@ def _text(value: Any) -> str:
 
 
 def by_row(told: Sequence[Told], size: int) -> list[list[tuple[str, float | None, str | None]]]:
-    """What several functions told of a group: (name, number or None, text or None) for each of its completions. Of a
-    metric that several of them tell, their mean."""
+    """What several functions logged, by completion of the group: a list of (name, number or None, text or None). A
+    metric that several functions logged has their mean."""
     metrics: dict[str, list[float]] = {}
     texts: dict[str, Sequence[str]] = {}
     for one in told:
@@ -171,14 +174,14 @@ def by_row(told: Sequence[Told], size: int) -> list[list[tuple[str, float | None
     return [[*same, *((name, None, column[i]) for name, column in texts.items())] for i in range(size)]
 
 
-# What several reward functions need to read of a completion or of a gold answer.
+# Helpers for reward functions, which read completions, gold answers and columns.
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion, plain or conversational.
+    """The text of a completion, which is a string or a list of messages.
 
-    Of a conversation only the assistant's messages count (tool output is not the policy's work); they are joined by
-    newlines. Content given in parts contributes its text parts.
+    Only the assistant's messages count, since tool output is not the policy's work; they are joined by newlines. A
+    content of several parts contributes its text parts.
     """
     if isinstance(completion, str):
         return completion
@@ -187,7 +190,7 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a prompt: of a conversation that of all its messages, without the marks of a chat template."""
+    """The text of a prompt; that of a list of messages is all their texts, without the tokens of a chat template."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(_content(message.get("content")) for message in prompt)
@@ -205,19 +208,19 @@ _OPENING = re.compile(r"<([A-Za-z_][\w.-]*)>\s*\Z")
 
 
 def opening_at_end(prompt: str) -> str:
-    """The opening tag that a prompt's text ends in, with the white space behind it; "" where there is none. A template
-    that prefills <think> writes it there, and completions begin inside of it."""
+    """The opening tag at the end of a prompt's text, with the white space behind it; "" if there is none. Templates
+    that prefill <think> end so, and the completions then begin inside the tag."""
     found = _OPENING.search(prompt)
     return "" if found is None else found[0]
 
 
 def tag_of(opening: str) -> str:
-    """The name in what `opening_at_end` found."""
+    """The name of the tag that `opening_at_end` returned."""
     return opening.strip()[1:-1]
 
 
 def behind(opening: str, completion: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
-    """A completion with the opening tag of its prompt in front, of a conversation before its first answer."""
+    """The completion with the opening tag of its prompt in front of its text, or of its first assistant's message."""
     if isinstance(completion, str):
         return opening + completion
     said = list(completion)
@@ -228,15 +231,15 @@ def behind(opening: str, completion: str | Sequence[Mapping[str, Any]]) -> str |
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """The stripped text inside the last closed `<tag>...</tag>`, or None if there is none. It ends at its first
-    `</tag>`, if more of them follow."""
+    """The stripped text inside the last closed `<tag>...</tag>`, or None if there is none. If several `</tag>` follow,
+    the text ends at the first of them."""
     start = text.rfind(f"<{tag}>", 0, max(0, text.rfind(f"</{tag}>")))
     return text[start + len(tag) + 2 : text.find(f"</{tag}>", start)].strip() if start >= 0 else None
 
 
 def gold_text(gold: object) -> str:
-    """The gold answer as text; of GSM8K's worked solutions what follows the last `####`. Of a number all its digits:
-    0.00005, not 5e-05."""
+    """The gold answer as text. Of GSM8K's worked solutions this is the part behind the last `####`. A number has all
+    its digits: 0.00005, not 5e-05."""
     if isinstance(gold, float) and math.isfinite(gold):
         gold = Decimal(repr(float(gold)))
     text = format(gold, "f") if isinstance(gold, Decimal) else str(gold)
@@ -244,9 +247,9 @@ def gold_text(gold: object) -> str:
 
 
 def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
-    """A data column by its configured name, or a part of a nested one: `conversations[2][value]`.
+    """A data column by its configured name, or a part of a nested column: `conversations[2][value]`.
 
-    Raises ValueError naming the columns that exist, or what there is in place of a part.
+    Raises ValueError, which names the existing columns, or the value that lacks the part.
     """
     if name in columns:
         return columns[name]
@@ -272,7 +275,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def check_tag(tag: object) -> str:
-    """A tag name as it may stand in a configuration. Raises ValueError for anything else, such as `<answer>`."""
+    """Returns a tag name from a configuration. Raises ValueError unless it is a plain name (not `<answer>`)."""
     if not isinstance(tag, str) or not _NAME.fullmatch(tag):
         raise ValueError(f"args: a tag must be a plain name such as 'answer', got {tag!r}; leave out the brackets")
     return tag

@@ -1,4 +1,7 @@
-"""One call of a reward function on a group: choose its arguments, call it, read what it returns. Plain functions."""
+"""Calls a reward function on groups, in the process of the caller: chooses its arguments by its signature, calls it,
+and turns what it returns or raises into a Verdict. The first part adapts functions that were written for verl, OpenRLHF
+or ms-swift to the convention of rewards.base.
+"""
 
 import asyncio
 import inspect
@@ -32,21 +35,21 @@ from rewards.base import (
 )
 from rewards.limits import LONGEST, described
 
-# Reward functions that were written for others than TRL, known by the names of their parameters.
+# Reward functions of other libraries are recognised by the names of their parameters:
 #
-# * verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, of one completion: a number, a
-# dict
-#   with `score`, or a tuple that begins with the number; and its graders, which call the text otherwise. In batches,
-#   `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
-# * OpenRLHF's `reward_func(queries, prompts, labels)`: numbers, or a dict with `rewards`, `scores` and `extra_logs`.
-# * Of one completion, `reward(completion, prompt, answer, **columns)`, with the same results.
-# * ms-swift's ORM, which has TRL's convention with completions that are texts.
+# * verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)` scores one completion and returns a
+#   number, a dict with `score`, or a tuple that begins with the number. Its graders have other names for the text
+#   (_OF_ONE). In batches it is `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
+# * OpenRLHF's `reward_func(queries, prompts, labels)` returns numbers, or a dict with `rewards`, `scores` and
+#   `extra_logs`.
+# * `reward(completion, prompt, answer, **columns)` scores one completion and returns what verl's function may return.
+# * ms-swift's ORM has TRL's parameters, but its completions are texts.
 #
-# They are given texts, whatever form prompt and completion have. Other numbers of a dict are metrics, as of
-# `log_metric`.
+# All of them get prompts and completions as texts, also where these are lists of messages. Other numbers in a returned
+# dict are logged as metrics, as with `log_metric`.
 
-GOLD = ("answer", "ground_truth", "solution", "label", "target")  # columns that hold a right answer, the first counts
-_GOLDEN = {"ground_truth", "ground_truths", "label", "labels"}  # parameters that are given one
+GOLD = ("answer", "ground_truth", "solution", "label", "target")  # columns of the right answer; the first found counts
+_GOLDEN = {"ground_truth", "ground_truths", "label", "labels"}  # parameters that get the right answer
 _SINGULAR = {name: name[:-1] for name in ("data_sources", "ground_truths", "extra_infos", "labels")}
 _OF_ONE = ("completion", "solution_str", "model_output", "predict_str")  # parameters for the text of one completion
 _OPENRLHF = {"queries", "prompts", "labels"}
@@ -57,8 +60,9 @@ Metric = Callable[[str, float], None]
 
 
 def taken(function: Reward, args: Mapping[str, Any]) -> tuple[Reward, Mapping[str, Any]]:
-    """The function in the convention of rewards.base, with the args that it is still to be given: itself, unless it was
-    written for others. Raises WrongInput if it does not take one of `args`."""
+    """Returns the function in the convention of rewards.base, and the args that its caller must still pass. A function
+    that has that convention already is returned as it is. Raises WrongInput if a function of another library does not
+    take one of `args`."""
     parameters = inspect.signature(function).parameters.values()
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     if "completions" in names:
@@ -85,7 +89,11 @@ def _of_texts(function: Reward) -> Reward:
 
 @dataclass(frozen=True)
 class _Theirs:
-    """args: as they are, in each call. all_columns: it is given those, too, that it does not name."""
+    """A function of another library, callable with the arguments of rewards.base.
+
+    args: settings that are passed unchanged in each call. names: its parameters. required: those without a default.
+    all_columns: whether it also gets the data columns that it does not name.
+    """
 
     function: Callable[..., Any]
     args: Mapping[str, Any]
@@ -97,8 +105,8 @@ class _Theirs:
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], columns: Columns,
         whole: Mapping[str, Any],
     ) -> dict[str, Sequence[Any]]:  # fmt: skip
-        """By parameter, a value of each completion, less those in `whole`. Raises WrongInput if it wants what is not
-        there."""
+        """For each parameter that is not in `whole` a list with one value per completion. Raises WrongInput if there
+        is nothing for a required parameter."""
         answers, asked = [text_of(one) for one in completions], [prompt_text(one) for one in prompts]
         texts: Columns = {
             **dict.fromkeys((*_OF_ONE, "solution_strs"), answers),
@@ -118,7 +126,8 @@ class _Theirs:
 
 
 class _OfOne(_Theirs):
-    """Called for each completion. One that it raises on, or is late on, has nan, with the reason."""
+    """A function that is called once for each completion. A completion on which it raises, or is late, gets nan with
+    the reason."""
 
     def __call__(
         self, /, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], log_metric: Metric,
@@ -135,7 +144,7 @@ class _OfOne(_Theirs):
         return _read(outcomes, log_metric)
 
     def _outcome(self, row: Mapping[str, Any], last: bool) -> Any:
-        """What it returns, or the exception."""
+        """Calls the function for one completion. Returns what it returned, or the exception that it raised."""
         try:
             with limits.sharing(last):
                 return self.function(**row)
@@ -152,8 +161,8 @@ class _OfOne(_Theirs):
 
 
 def _read(outcomes: Sequence[Any], log_metric: Metric) -> Zeroed:
-    """Raises what the function raised, if it did so on every completion, or the process has no memory or files left,
-    which is no fault of one completion."""
+    """Makes the values of a group from the outcomes of its completions. Raises the function's exception if it raised on
+    every completion, or if the process has no memory or files left, which no single completion can cause."""
     values: list[Any] = []
     why: dict[int, str] = {}
     for i, outcome in enumerate(outcomes):
@@ -170,7 +179,7 @@ def _read(outcomes: Sequence[Any], log_metric: Metric) -> Zeroed:
 
 
 class _OfGroup(_Theirs):
-    """Called for a group at once."""
+    """A function that is called once for a group."""
 
     def __call__(
         self, /, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], log_metric: Metric,
@@ -185,7 +194,7 @@ class _OfGroup(_Theirs):
 
 
 def _numbers(found: Any, log_metric: Metric) -> Any:
-    """What a function of a group returned, as it is read here."""
+    """The numbers in what a function of a group returned; logs the other numbers of a dict."""
     if not isinstance(found, Mapping):
         return [_score(one, log_metric) for one in found] if isinstance(found, list | tuple) else found
     if "rewards" not in found:
@@ -199,7 +208,7 @@ def _numbers(found: Any, log_metric: Metric) -> Any:
 
 
 def _score(found: Any, log_metric: Metric) -> Any:
-    """What it says of one completion."""
+    """The number in what a function returned for one completion; logs the other numbers of a dict."""
     if isinstance(found, list | tuple) and found:
         return found[0]
     if not isinstance(found, Mapping):
@@ -213,13 +222,13 @@ def _score(found: Any, log_metric: Metric) -> Any:
 
 
 def _log(name: str, value: Any, log_metric: Metric) -> None:
-    """Other things than numbers are no metrics. Text has no __float__."""
+    """Logs a metric if the value is a number. Text has no __float__."""
     if hasattr(value, "__float__"):
         log_metric(name, value)
 
 
 def _values(name: str, texts: Columns, columns: Columns, size: int) -> Sequence[Any] | None:
-    """Of each completion what a parameter of that name is given; None where there is nothing."""
+    """The values, one per completion, for a parameter of that name; None if there are none."""
     if name in texts:
         return texts[name]
     single = _SINGULAR.get(name, name)
@@ -231,29 +240,31 @@ def _values(name: str, texts: Columns, columns: Columns, size: int) -> Sequence[
 
 
 def _gold(columns: Columns) -> Sequence[Any] | None:
-    kept = columns.get("reward_model", ())  # of verl's rows
+    kept = columns.get("reward_model", ())  # a column of verl's data sets
     if kept and all(isinstance(one, Mapping) and "ground_truth" in one for one in kept):
         return [one["ground_truth"] for one in kept]
     return next((columns[name] for name in GOLD if name in columns), None)
 
 
 Status = Literal["ok", "nan", "timeout", "error"]
-PREFILLED = "prefilled"  # the parameter of a function of the user's that wants to know of it
+PREFILLED = "prefilled"  # the parameter by which a user's function asks for Group.prefilled
 FACTORY = (
     "makes a function (a factory): call it in your file and name its result, for example reward = get_reward(...); "
     "then use: file.py:reward"
 )
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids")  # never taken from the data's columns
-# One loop for all calls of a process: a client or a semaphore of a module works in the loop that first used it alone.
+# One event loop for all calls of a process, since a client or a semaphore of a module works only in the loop that first
+# used it.
 _RUNNER = asyncio.Runner()
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is scored: lists of the same length, one entry per completion; columns already repeated. prefilled: the
-    opening tag that the prompts end in, such as `<think>`, and which completions do not repeat; "": none.
+    """The completions of one problem, as reward functions get them: lists with one entry per completion.
 
-    Raises ValueError if the lengths differ.
+    prompts, completions: texts, or lists of messages. completion_ids: token ids. columns: the data columns, each value
+    repeated once per completion. prefilled: the opening tag at the end of the prompts, such as `<think>`, which the
+    completions do not repeat; "" if there is none. progress: how far the run is. Raises ValueError if lengths differ.
     """
 
     prompts: Sequence[Any]
@@ -274,8 +285,8 @@ class Group:
         cls, prompt: Any, texts: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any],
         prefilled: str = "", progress: Progress = BEGIN,
     ) -> "Group":  # fmt: skip
-        """The completions of one problem: each text conversational where the prompt is a list of messages; prompt and
-        columns of the problem repeated once per completion."""
+        """Makes the group of one problem. Prompt and columns are repeated once per completion. Where the prompt is a
+        list of messages, each text becomes an assistant's message."""
         chatty = not isinstance(prompt, str)
         return cls(
             [list(prompt) if chatty else prompt] * len(texts),
@@ -289,11 +300,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one call: its values (None where the function gave None, nan where it failed) and, unless the
-    status is ok, what was wrong, in words. why: of completions that have 0 for another reason than a wrong answer, that
-    reason. ms: that an answer took, without loading; 0 where there is none. awaited: whether the function is
-    asynchronous; None where that did not show. told: by TRL's hooks. asked: variables that were looked for, and are
-    kept from the process. spent: the process has run out of memory, files or threads, or soon will have."""
+    """The outcome of one call of a reward function on a group.
+
+    values: one per completion, None where the function gave None, nan where it failed. problem: what was wrong, if the
+    status is not ok. why: by index of a completion, the reason for a 0 that is not a wrong answer. ms: milliseconds of
+    the call without loading; 0 if it gave no answer. awaited: whether the function is asynchronous; None if the call
+    did not show it. told: what the function passed to TRL's hooks. asked: withheld environment variables that it looked
+    for. spent: the process has run out of memory, files or threads, or soon will.
+    """
 
     status: Status
     values: list[float | None]
@@ -307,15 +321,17 @@ class Verdict:
 
 
 def score(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: bool) -> Verdict:
-    """Calls `reward` on `group`. Whatever the function does becomes a Verdict, unless it kills its process."""
+    """Calls `reward` on `group`. Everything that the function does becomes a Verdict, unless it ends its process.
+    built_in: whether it is one of rewards.loader.BUILT_INS, whose keyword-only parameters are settings."""
     return scores(reward, [group], args, built_in=built_in)[0]
 
 
 def scores(
     reward: Reward, groups: Sequence[Group], args: Mapping[str, Any], *, built_in: bool, timeout_s: float | None = None
 ) -> list[Verdict]:
-    """What `score` says of each group. Calls of an asynchronous function are under way at once, and those that take
-    longer than `timeout_s` are cancelled (None: none is); RuntimeError where one of several stops the event loop."""
+    """The verdict of `score` on each group. Calls of an asynchronous function run at the same time, and a call that
+    takes longer than `timeout_s` is cancelled (None: no limit). Raises RuntimeError if one of several calls stops the
+    event loop."""
     begun = [_begun(reward, group, args, built_in=built_in) for group in groups]
     waiting = [one for one in begun if isinstance(one, _Begun)]
     ended = iter(_waited_for(waiting, timeout_s) if waiting else ())
@@ -323,13 +339,14 @@ def scores(
 
 
 def failed(status: Status, size: int, problem: str) -> Verdict:
-    """A call that gave no value for any of the `size` completions."""
+    """The verdict on a call that gave no value for any of the `size` completions."""
     return Verdict(status, [math.nan] * size, writable(problem))
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A call of an asynchronous function, for a group of `size`, which began at `begin` of time.perf_counter."""
+    """A running call of an asynchronous function on a group of `size` completions. begin: time.perf_counter at its
+    start."""
 
     answer: Awaitable[Any]
     size: int
@@ -347,23 +364,23 @@ def _begun(reward: Reward, group: Group, args: Mapping[str, Any], *, built_in: b
         if isinstance(returned, Awaitable):
             return _Begun(returned, size, begin, log)
         return _ended(_told(_verdict_of(returned, size), log), begin, awaited=False)
-    except BaseException as error:  # sys.exit() in a reward function is its failure, not the worker's end
+    except BaseException as error:  # sys.exit() in a reward function is a failure of it and must not end the worker
         return _ended(_raised(error, size), begin)
 
 
 def _waited_for(begun: Sequence[_Begun], timeout_s: float | None) -> list[Verdict]:
     try:
         return _RUNNER.run(_ends(begun, timeout_s))
-    except BaseException as error:  # sys.exit() in a task of its own, say, stops the loop
+    except BaseException as error:  # for example sys.exit() in a task that the function created stops the loop
         if len(begun) > 1:
             raise RuntimeError(f"one of {len(begun)} calls stopped the event loop: {type(error).__name__}") from error
         return [_ended(_raised(error, one.size), one.begin, awaited=True) for one in begun]
-    finally:  # what they leave behind would go on in the call of another function, and see that one's variables
+    finally:  # a task left behind would run during the call of another function, with that function's variables
         _RUNNER.run(_cancel_others())
 
 
 async def _ends(begun: Sequence[_Begun], timeout_s: float | None) -> list[Verdict]:
-    if len(begun) == 1:  # in this task, so that a function that cancels all others cancels nothing of ours
+    if len(begun) == 1:  # awaited in this task, so that a function that cancels all other tasks does not cancel it
         return [await _end(begun[0], timeout_s)]
     return await asyncio.gather(*(_end(one, timeout_s) for one in begun))
 
@@ -387,7 +404,7 @@ async def _end(begun: _Begun, timeout_s: float | None) -> Verdict:
 
 
 def _told(verdict: Verdict, log: Log) -> Verdict:
-    """With what the call told, and how often it looked for what is kept from its process."""
+    """Adds to the verdict what the function logged, and which withheld variables it looked for, how often."""
     asked = limits.asked()
     for name, count in asked.items():
         log.metric(f"asked_for_{name}", count)
@@ -399,18 +416,19 @@ def _ended(verdict: Verdict, begin: float, awaited: bool | None = None) -> Verdi
 
 
 def _raised(error: BaseException, size: int) -> Verdict:
-    # A sentence of our own is complete as it is.
+    # A WrongInput is a complete sentence and needs no place in the code.
     ours = isinstance(error, WrongInput)
     verdict = failed("error", size, said(error)[:LONGEST] if ours else described(error, caller=__file__))
     return replace(verdict, spent=limits.memory_spent(error))
 
 
 def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, *, built_in: bool) -> dict[str, Any]:
-    """The keyword arguments for `reward`, by its signature. Raises WrongInput if it wants what is not there."""
+    """The keyword arguments for `reward`, chosen by its signature. Raises WrongInput for an arg that it does not take,
+    and for a required parameter that nothing provides."""
     parameters = inspect.signature(reward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    # A built-in's settings are its keyword-only parameters: a data column that happens to be called `tag` is none.
+    # The settings of a built-in are its keyword-only parameters, so a data column named `tag` cannot set one.
     settings = {p.name for p in parameters if built_in and p.kind is p.KEYWORD_ONLY}
     allowed = settings if built_in else names
     unknown = sorted(set(args) - allowed)
@@ -437,21 +455,22 @@ def _arguments(reward: Reward, group: Group, args: Mapping[str, Any], log: Log, 
 
 
 def _makes_function(reward: Reward, names: set[str]) -> bool:
-    """Whether it is a factory, such as TRL's get_soft_overlong_punishment: it says that it returns a function, and
-    asks for nothing of a group."""
+    """Whether `reward` is a factory, such as TRL's get_soft_overlong_punishment: its annotation says that it returns a
+    function, and it has none of the parameters for a group."""
     returns = inspect.signature(reward).return_annotation
     return "Callable" in str(returns) and not names & {*_OWN}
 
 
 def _tags(parameters: Iterable[inspect.Parameter], args: Mapping[str, Any]) -> list[Any]:
-    """The tags that a built-in looks for."""
+    """The tag names that a built-in searches completions for, by its parameters `tag` and `tags`."""
     found = [args.get(one.name, one.default) for one in parameters if one.name in ("tag", "tags")]
     return [tag for value in found for tag in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _named_columns(args: Mapping[str, Any], group: Group, names: set[str]) -> dict[str, Sequence[Any]]:
-    """The columns that a built-in's args name (`column`, `setup_column`) although they are not passed on otherwise.
-    Raises WrongInput if a parameter of the built-in, or the group itself, has the name of one."""
+    """The data columns that a built-in's args name (`column`, `setup_column`), which it gets although it has no
+    parameter of that name. Raises WrongInput if such a column has the name of a parameter or of a part of the
+    group."""
     found: dict[str, Sequence[Any]] = {}
     for arg, value in args.items():
         column = value.partition("[")[0] if arg.endswith("column") and isinstance(value, str) else ""
@@ -496,8 +515,8 @@ def _verdict_of(returned: Any, size: int) -> Verdict:
 
 
 def _listed(returned: Any, size: int) -> Sequence[Any] | None:
-    """Its values, None if it is nothing that has them in order. Of an iterator, which may have no end, one more than
-    there must be."""
+    """The returned values as a sequence; None if `returned` is not an ordered collection. Of an iterator, which may be
+    endless, at most size + 1 values are read."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy and torch
     if isinstance(values, list | tuple):
         return values
@@ -507,12 +526,12 @@ def _listed(returned: Any, size: int) -> Sequence[Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Text is never a number, however it reads: it has no __float__."""
+    """Whether the value is a number or None. Text such as "1.0" is not: it has no __float__."""
     return value is None or hasattr(value, "__float__")
 
 
 def _number(value: Any) -> float:
-    """`value` as a float that counts, or nan."""
+    """`value` as a float that is allowed as a reward (rewards.base.counts), or nan."""
     if not _is_number(value):
         return math.nan
     try:

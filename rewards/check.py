@@ -1,4 +1,6 @@
-"""The trial: every reward function is called before any model loads, so that a broken one costs seconds, not a run."""
+"""Checks reward functions before a run loads any model: try_rewards calls each of them on a group, so that a broken
+function costs seconds and not a run, and withheld_notes finds variables with addresses that functions will not see.
+"""
 
 import asyncio
 import os
@@ -18,19 +20,19 @@ from rewards.limits import kept
 from rewards.loader import BUILT_INS, own_imports
 from rewards.pool import RewardPool, Scores
 
-# Variables that say where requests go, are set where the run is started, and are kept from reward functions: without
-# them a client goes to its default address, with the user's texts.
-
-# OPENAI_BASE_URL, OPENAI_API_BASE, AZURE_OPENAI_ENDPOINT, OLLAMA_HOST, ...; what stands before is whose it is.
+# Variables that set the address of a client and are withheld from reward functions. Without them a client would send
+# the user's texts to its default address. Examples: OPENAI_BASE_URL, OPENAI_API_BASE, AZURE_OPENAI_ENDPOINT,
+# OLLAMA_HOST; the first part is the owner (OPENAI).
 _ADDRESS = re.compile(r"([A-Z0-9]+(?:_[A-Z0-9]+)*?)_(?:API_)?(?:BASE_URL|BASE|URL|ENDPOINT|HOST)")
 _PROXY = re.compile(r"(?:https?|all)_proxy", re.IGNORECASE)
 _CLIENTS = re.compile(rb"\b(?:requests|httpx|aiohttp|urllib|openai|anthropic|litellm|huggingface_hub)\b")
-MOST = 1 << 20  # bytes of a file of the user's that is looked through
+MOST = 1 << 20  # bytes; larger files of the user are not searched
 
 
 def withheld_notes(reward: RewardConfig, label: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each such variable that the function names, or whose owner it names: in the text of its file and of
-    what that imports from beside it, or by another variable of that owner in `env`. label: of the reward."""
+    """A line for the user about each withheld variable with an address that the function seems to need: its file, or a
+    file that this imports, has the variable's name or owner, or `env` has another variable of that owner. label: the
+    reward's name in messages."""
     if reward.use in BUILT_INS:
         return []
     text = b"\n".join(_texts(reward.use))
@@ -53,7 +55,8 @@ def _reads(name: str, text: bytes, owners: set[str]) -> bool:
 
 
 def _texts(use: str) -> Iterator[bytes]:
-    """Of the function's file, pickled or not; of a module that is named by its import nothing."""
+    """The contents of the function's file, Python or pickle, and of the user's files that it imports. Nothing if `use`
+    names a module."""
     file = Path(use.rpartition(":")[0] or use)
     if file.is_file():
         for one in (file, *(own_imports(file, file.parent) if file.suffix == ".py" else ())):
@@ -62,11 +65,11 @@ def _texts(use: str) -> Iterator[bytes]:
             except (
                 OSError,
                 WrongInput,
-            ):  # what cannot be read is said as it is loaded; a larger file is not looked through
+            ):  # loading the function will report a file that cannot be read; a file beyond MOST is skipped
                 continue
 
 
-PATIENCE_S = 30.0  # for the first call of a late function
+PATIENCE_S = 30.0  # at least, for another first call of a function that was late
 FIRST_CALL = (
     "Only its first call is late: what a function imports or loads within a call counts; move that to the top of its "
     "file, whose loading is not charged."
@@ -78,21 +81,22 @@ OF_TEXTS = (
 
 
 class Tried(NamedTuple):
-    """notes: of functions that work and hardly do what is meant, a line each."""
+    """The result of try_rewards. scores: those of the group. notes: a line for each function that works but probably
+    does not do what the user wants."""
 
     scores: Scores
     notes: tuple[str, ...] = ()
 
 
 def try_rewards(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int = limits.DEFAULT_MEMORY) -> Tried:
-    """Loads each function in a worker process and calls it on the group. Not from inside an event loop.
+    """Loads each function in a worker process and calls it on the group. Must not be called inside an event loop.
 
-    A user's own function that makes no difference between completions, or fails, is called once more with the texts of
-    a conversation's messages: if it does then, it was written for texts.
+    A user's function that fails, or gives all completions the same number, is called once more with texts in place of
+    messages. If that makes a difference, it was written for texts, and the user is told.
 
-    Give two completions or more, so that a function which returns a list of length 1 for any is found out. Raises
-    WrongInput, with one line for each function that does not load, raises, dies, is late or returns the wrong shape. A
-    None or NaN is accepted: a function may have no number for a dummy completion.
+    The group should have two completions or more, so that a function which always returns a list of length 1 is found.
+    Raises WrongInput, with one line for each function that does not load, raises, dies, is late or returns the wrong
+    shape. None and NaN are accepted, since a function may have no number for a dummy completion.
     """
     if not group.completions:
         raise ValueError("try_rewards: needs at least one completion, got none")
@@ -124,7 +128,8 @@ async def _try(rewards: Sequence[RewardConfig], group: Group, memory_bytes: int)
 async def _for_texts(
     pool: RewardPool, rewards: Sequence[RewardConfig], group: Group, verdicts: Sequence[Verdict]
 ) -> set[int]:
-    """The places of functions that were given messages, and tell completions apart when they are given texts."""
+    """Indices of the functions that failed on messages, or gave all completions the same number, and do not if they get
+    texts."""
     if all(isinstance(completion, str) for completion in group.completions):
         return set()
     doubtful = [
@@ -155,8 +160,7 @@ def _alike(verdict: Verdict) -> bool:
 
 
 async def _slow_at_first(reward: RewardConfig, group: Group, memory_bytes: int) -> bool:
-    """Whether a function that was late is late at its first call only: then what took long is what it imports or loads
-    inside that call."""
+    """Whether a function that was late is late in its first call only, because it imports or loads something in it."""
     patient = reward.model_copy(update={"timeout_s": max(PATIENCE_S, reward.timeout_s)})
     async with RewardPool([patient], memory_bytes=memory_bytes) as pool:
         if not _answered(await pool.verdicts(group)):

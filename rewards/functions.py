@@ -1,4 +1,7 @@
-"""Functions without a file to name, of a notebook, a main script or a closure: written to a file, and told apart."""
+"""Functions of a user's script or notebook, lambdas and closures, which have no file to name in a configuration: `pack`
+writes such a function to a file, `load_pickled` reads it in a reward process, and `digest` says whether two functions
+are the same.
+"""
 
 import copyreg
 import dis
@@ -23,19 +26,17 @@ from cluster.errors import WrongInput
 from rewards.base import said
 from rewards.limits import described
 
-# What a function brings along: the variables around it and its defaults; of other things, what they are made of.
-
 
 def captured(function: FunctionType) -> dict[str, Any]:
-    """Name -> value of the variables that a function reads from around itself, and of its parameters' defaults.
+    """The values, by name, of the closure and global variables that a function reads, and of its parameters' defaults.
 
-    A variable that is not set (yet) is left out: calling the function would be its NameError.
+    A variable without a value is left out; calling the function will raise a NameError.
     """
     found: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # an empty cell
+        except ValueError:  # the variable has no value
             continue
     names = sorted(set(_globals(function.__code__)))
     found |= {name: function.__globals__[name] for name in names if name in function.__globals__}
@@ -46,7 +47,7 @@ def captured(function: FunctionType) -> dict[str, Any]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """Names that the code looks up outside of itself, that of functions inside included."""
+    """Names of the global variables that the code, or the code of functions inside it, reads."""
     yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -54,7 +55,7 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, part) of what a value is made of, as its author would name it; nothing for what has no parts."""
+    """The parts of a value, each with the name that its author would use for it; none if it has no parts."""
     if isinstance(value, FunctionType):
         yield from captured(value).items()
     elif isinstance(value, MethodType):
@@ -70,22 +71,20 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items()
 
 
-# A digest of a function by what it does: its code, the values and functions that it reads, not where it stands.
-#
-# Bytes of a pickle would not do: they hold line numbers and the names of a notebook's files, which have a process id in
-# them, and the order of a set, which differs from one process to the next. The bytecode is that of one Python version:
-# under another the digest is another one.
+# The digest of a function is made of its code and of the values and functions that it reads. The bytes of a pickle
+# would not do: they have line numbers, the names of a notebook's files, which contain a process id, and the order of a
+# set, which differs between processes. Bytecode depends on the version of Python, and so does the digest.
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
-LARGE = 2**20  # bytes of which the text would be several times as long
+LARGE = 2**20  # bytes objects beyond this are hashed directly, since their repr is several times as long
 CODE = (
     "co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code", "co_consts",
     "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable",
 )  # fmt: skip
-NOT_OF_A_CLASS = {  # what Python adds to a class that is written in a file
+NOT_OF_A_CLASS = {  # attributes that Python adds to a class, and that do not come from its source
     "__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl",
     "__abstractmethods__",
-    # What pydantic makes of the annotations of a model.
+    # Attributes that pydantic makes from the annotations of a model.
     "__pydantic_core_schema__", "__pydantic_validator__", "__pydantic_serializer__", "__signature__",
 }  # fmt: skip
 CACHED = type(functools.lru_cache(len))
@@ -93,25 +92,25 @@ INSTALLED = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("st
 
 
 def digest(function: Any) -> str:
-    """sha256 in hexadecimal letters; equal for the same source and the same captured values, in any process.
+    """Returns a sha256 in hexadecimal, which is equal in any process for equal source and equal captured values.
 
-    What lies in a module that can be imported counts by its name, and if that module is the user's by the content of
-    its file; what that imports in its turn is not looked at.
+    A function or class of an importable module counts by its name, and if the module is the user's also by the content
+    of the module's file, but not of the files that this imports.
     """
     return _Digest().of(function).hex()
 
 
 class _Digest:
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, bytes]] = {}  # with the value, so that its id is not given to another
-        self._within: list[int] = []
+        self._known: dict[int, tuple[Any, bytes]] = {}  # by id; the value is kept so that its id is not reused
+        self._within: list[int] = []  # ids of the values whose digests are being made
 
     def of(self, value: Any) -> bytes:
         if isinstance(value, bytes) and len(value) > LARGE:
             return _hash("bytes", hashlib.sha256(value).hexdigest())
         if type(value) in PLAIN:
             return _hash(type(value).__name__, repr(value))
-        if id(value) in self._within:  # a function that calls itself, a list that holds itself
+        if id(value) in self._within:  # a function that calls itself, or a list that contains itself
             return _hash("within", str(self._within.index(id(value))))
         if id(value) not in self._known:
             self._within.append(id(value))
@@ -140,7 +139,7 @@ class _Digest:
         return self._of_object(value)
 
     def _of_object(self, value: Any) -> bytes:
-        """Of any other object: by what pickle would make it from."""
+        """The digest of any other object, mostly by the parts from which pickle would rebuild it."""
         if isinstance(value, staticmethod | classmethod):
             return self._all(type(value).__name__, value.__func__)
         if isinstance(value, property):
@@ -157,7 +156,7 @@ class _Digest:
         reduce = copyreg.dispatch_table.get(type(value))
         try:
             made = reduce(value) if reduce is not None else value.__reduce_ex__(4)
-        except Exception:  # cloudpickle has ways of its own for some types, and refuses the others with a good word
+        except Exception:  # cloudpickle can pickle further types, and says clearly why it refuses others
             return _hash("pickle", hashlib.sha256(cloudpickle.dumps(value)).hexdigest())
         if isinstance(made, str):
             module = getattr(value, "__module__", "") or ""
@@ -178,7 +177,8 @@ def _hash(*texts: str) -> bytes:
 
 
 def _importable(value: Any) -> str:
-    """`module:name` of what another process finds by that; '' of what stands in the main script or in a function."""
+    """`module:name` of a function or class that another process can import; '' for one of the main script or one that
+    is defined in a function."""
     found: Any = sys.modules.get(value.__module__ or "")
     if value.__module__ == "__main__":
         return ""
@@ -188,34 +188,33 @@ def _importable(value: Any) -> str:
 
 
 def _file_digest(module: ModuleType) -> str:
-    """Of the file of a module of the user's; '' for what is installed, whose version may change without harm."""
+    """sha256 of the file of a user's module; '' for an installed module, whose version may change without harm."""
     file = getattr(module, "__file__", None)
     if file is None or str(Path(file).resolve()).startswith(INSTALLED) or not Path(file).is_file():
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-# Functions without a file to name, of a notebook or a main script, lambdas and closures: a file that cloudpickle makes
-# of one, and `use: path/file.pickle:name` reads.
-#
-# Its first line is JSON, the rest a pickle. It is code as a .py file is: whoever loads it runs it.
+# The file of a function, for `use: path/file.pickle:name`. Its first line is JSON, the rest a pickle made by
+# cloudpickle. Like a .py file it is code: loading it runs it.
 
 SUFFIX = ".pickle"
-LARGEST = 256 * 2**20  # bytes; each reward process holds them
+LARGEST = 256 * 2**20  # bytes of a pickle, at most, since each reward process holds it
 FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-PYTHON = ".".join(map(str, sys.version_info[:2]))  # whose bytecode it is
+PYTHON = ".".join(map(str, sys.version_info[:2]))  # bytecode in a pickle can be loaded by this version only
 
 
 class Packed(NamedTuple):
-    """A function as a file."""
+    """A function as the content of a file."""
 
-    name: str  # of the function, of letters that a metric and a path may have
-    digest: str  # of what it does
+    name: str  # of the function, with characters that metrics and paths allow
+    digest: str  # see `digest`
     content: bytes
 
 
 def pack(function: Any) -> Packed:
-    """Raises WrongInput, which names the variable to blame, if it cannot be pickled or is larger than LARGEST."""
+    """Makes the content of a function's file. Raises WrongInput if the function cannot be pickled, or its pickle is
+    larger than LARGEST; the error names the variable that is the cause."""
 
     own = getattr(function, "__name__", None) or type(function).__name__
     name = re.sub(r"\W+", "_", own, flags=re.ASCII).strip("_") or "function"
@@ -235,8 +234,8 @@ def pack(function: Any) -> Packed:
 
 
 def load_pickled(file: Path) -> Any:
-    """The function of a file that `pack` made. What it imports is looked for where its author's process would have, in
-    the end. Raises WrongInput with one sentence."""
+    """Loads the function from a file that `pack` made. The sys.path of the process that packed it is appended to this
+    process's. Raises WrongInput with one sentence."""
     try:
         first, _, content = file.read_bytes().partition(b"\n")
         head = json.loads(first)
@@ -255,7 +254,7 @@ def load_pickled(file: Path) -> Any:
 
 
 def digest_in(file: Path) -> str:
-    """The digest of the function in a file that `pack` made; '' if that is no such file, which `load` will say."""
+    """The digest of the function in a file that `pack` made; '' for another file, which loading reports."""
     try:
         with file.open("rb") as stream:
             return str(json.loads(stream.readline())["digest"])
@@ -268,8 +267,9 @@ def _cached(function: Any, maxsize: int | None, typed: bool) -> Any:
 
 
 def _dumps(value: Any) -> bytes:
-    """Its pickle. Open files are refused: cloudpickle would send a copy of what they hold, without a word. A cached
-    function of a main script goes with an empty cache; by itself it would be sent by its name, which is not there."""
+    """The pickle of a value. Open files are refused, since cloudpickle would silently send a copy of their content. A
+    function with functools.lru_cache of a main script is sent with an empty cache; cloudpickle would send only its
+    name, which the other process does not have."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -286,7 +286,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _size(value: Any) -> int | None:
-    """Bytes of its pickle; None if there can be none."""
+    """Bytes of a value's pickle; None if it cannot be pickled."""
     try:
         return len(_dumps(value))
     except Exception:
@@ -294,7 +294,7 @@ def _size(value: Any) -> int | None:
 
 
 def _blame(function: Any, error: Exception) -> str:
-    """The innermost variable that cannot be pickled, and what to do."""
+    """The end of the error's sentence: the innermost variable that cannot be pickled, and what to do."""
     names, value, seen = [], function, {id(function)}
     while True:
         found = next(((n, part) for n, part in parts(value) if id(part) not in seen and _size(part) is None), None)
@@ -313,7 +313,7 @@ def _blame(function: Any, error: Exception) -> str:
 
 
 def _largest(function: Any) -> str:
-    """The variable that takes most."""
+    """The end of the error's sentence: the variable with the largest pickle."""
     sizes = {name: _size(part) or 0 for name, part in parts(function)}
     name = max(sizes, key=lambda one: sizes[one], default=None)
     return "" if name is None else f", of them {sizes[name] / 2**20:.0f} MiB its variable {name}"

@@ -1,8 +1,8 @@
-"""A language model as a judge: it is asked about each completion, over HTTP, at any OpenAI-compatible endpoint.
+"""The reward `use: judge`: asks a language model at an OpenAI-compatible endpoint to grade each completion.
 
-It runs where groups are scored (rewards.pool), not in a reward process: it only waits, and a process that waits would
-keep other reward functions waiting. What it says is a stranger's text, and what it is shown was written by the policy
-that it grades: see JudgeSettings.score, and docs/rewards.md on what tags can and cannot do.
+A Judge runs in the process of its RewardPool and not in a reward process, since it only waits for answers and would
+keep a reward process from other calls. The judge's answer is untrusted text, and the judge reads what the policy that
+it grades has written: see JudgeSettings.score, and docs/rewards.md on what the tags can prevent.
 """
 
 import asyncio
@@ -37,11 +37,10 @@ from rewards.base import column_of, text_of
 from rewards.call import Group, Status, Verdict, failed
 from rewards.config import RewardConfig, resolved, scrubbed
 
-# The proxy that requests to a judge take: that of the environment, as for every client, but none to this machine.
-
 
 class Proxy(NamedTuple):
-    """address: without user and password. variable: the environment's, in small letters."""
+    """The proxy of requests to a judge. address: without user and password. variable: the environment variable that
+    names it, in lower case."""
 
     address: str
     variable: str
@@ -51,7 +50,7 @@ class Proxy(NamedTuple):
 
 
 def is_here(url: str) -> bool:
-    """Whether the host of a URL is this machine, by its name or number."""
+    """Whether the host of a URL is this machine, by the name localhost or a loopback address."""
     host = urlsplit(url).hostname or ""
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -61,7 +60,7 @@ def is_here(url: str) -> bool:
 
 
 def proxy_to(url: str) -> Proxy | None:
-    """The one that the environment has for a URL; None: it is asked directly."""
+    """The proxy that the environment sets for a URL. None: the URL is asked directly, as always on this machine."""
     place, proxies = urlsplit(url), getproxies()
     kind = next((kind for kind in (place.scheme, "all") if proxies.get(kind)), None)
     if kind is None or is_here(url) or proxy_bypass(place.hostname or ""):
@@ -70,8 +69,6 @@ def proxy_to(url: str) -> Proxy | None:
     before, _, after = given.partition("://")
     return Proxy(f"{before}://{after.rpartition('@')[2]}", f"{kind}_proxy")
 
-
-# What a judge is asked, where, and how its answer is read: the args of `use: judge`.
 
 CRITERIA = "Grade how correct, complete and clear the answer is."
 SYSTEM = (
@@ -90,41 +87,45 @@ FIELDS = {"criteria", "question", "reference", "answer", "mark", "lowest", "high
 
 
 class JudgeSettings(BaseModel):
-    """What a language model at an OpenAI-compatible endpoint thinks of the completion, as a number from 0 to 1."""
+    """A language model at an OpenAI-compatible endpoint grades the completion, with a number from 0 to 1.
+
+    The fields are the args of `use: judge`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_url: Annotated[str, Field(pattern=r"^https?://\S+$")]
-    """Of an OpenAI-compatible endpoint, up to /v1."""
+    """URL of the endpoint, up to /v1."""
     model: Annotated[str, Field(min_length=1)]
     """The model, by the endpoint's name for it."""
     api_key: Annotated[str | None, Field(repr=False)] = None
-    """`env:NAME`, the environment variable that has the key; never the key itself. null: the endpoint wants none."""
+    """`env:NAME`, the environment variable that has the key; never the key itself. null: the endpoint needs no key."""
     system: str | None = SYSTEM
-    """The first message. null: none, for models whose template has no place for it."""
+    """The system message. null: none, for models whose chat template does not allow it."""
     criteria: str = CRITERIA
-    """What to grade by."""
+    """The criteria of the grade, part of the message to the judge."""
     column: str | None = None
     """Data column of a reference answer to show to the judge."""
     prompt: str | None = None
-    """Another message to the judge: a template of {answer}, {question}, {reference}, {criteria}, {mark}, {lowest} and
-    {highest}. null: one that puts all into tags which the answer cannot know, and asks for `Score <mark>: N`."""
+    """Template of the message to the judge, with {answer}, {question}, {reference}, {criteria}, {mark}, {lowest} and
+    {highest}. null: the built-in template, which marks each text by tags that the answer cannot know, and asks for
+    `Score <mark>: N`."""
     pattern: str = PATTERN
-    """Regular expression that must be found exactly once in what the judge says; its group is the number. {mark} stands
-    for the mark."""
+    """Regular expression that must match exactly once in the judge's answer; its group is the number. {mark} stands for
+    the mark."""
     scale: tuple[FiniteFloat, FiniteFloat] = (0.0, 10.0)
-    """The worst and the best number. The reward is 0 at the one and 1 at the other."""
+    """The worst and the best number, for which the reward is 0 and 1."""
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 512}
-    """What else is sent with a request, as the endpoint names it."""
+    """Further fields of a request, by the endpoint's names."""
     at_once: Annotated[int, Field(ge=1)] = 16
-    """Requests under way, of each generator, or of each of `cluster.rewards.processes`."""
+    """Requests at the same time, of each generator, or of each of `cluster.rewards.processes`."""
     per_minute: Annotated[FiniteFloat, Field(gt=0)] | None = None
-    """Requests a minute, repetitions included, of the whole run. null: no limit."""
+    """Requests per minute of the whole run, with repetitions. null: no limit."""
     retries: Annotated[int, Field(ge=0)] = 4
-    """Repetitions of a request that is refused for now (429), failed (5xx, no connection) or late; they wait as long as
-    Retry-After says, or longer each time."""
+    """How often a request is repeated that was refused for now (429), failed (5xx, no connection) or was late. A
+    repetition waits as long as Retry-After says, or longer each time."""
     request_s: Annotated[FiniteFloat, Field(gt=0)] = 60.0
-    """Seconds for one request. `timeout_s` of the reward holds for a whole group, waiting and repetitions included."""
+    """Seconds for one request. `timeout_s` of the reward limits a whole group, with waiting and repetitions."""
 
     @field_validator("prompt")
     @classmethod
@@ -159,7 +160,7 @@ class JudgeSettings(BaseModel):
         return self
 
     def message(self, question: str, answer: str, reference: str, mark: str) -> str:
-        """What the judge is asked about one answer."""
+        """The message that asks the judge about one answer. mark: a text that the tags contain (see _Asked)."""
         own = QUESTION + (REFERENCE if self.column is not None else "") + ANSWER
         lowest, highest = (f"{bound:g}" for bound in self.scale)
         return (own if self.prompt is None else self.prompt).format(
@@ -168,9 +169,9 @@ class JudgeSettings(BaseModel):
         )  # fmt: skip
 
     def score(self, said: str, mark: str) -> float:
-        """The reward that the judge's text gives. Raises ValueError with a sentence: it has no single number, or one
-        that is not on the scale."""
-        lines = said.replace("\r\n", "\n")  # a carriage return is no end of a line to `$`
+        """The reward, from 0 to 1, in the judge's answer. Raises ValueError unless `pattern` matches exactly once, with
+        a number on the scale."""
+        lines = said.replace("\r\n", "\n")  # `$` does not match before a carriage return
         found = re.findall(self.pattern.replace("{mark}", mark), lines, re.MULTILINE)
         if len(found) != 1:
             raise ValueError(f"its answer must have one score, found {len(found)}; it ends in {said[-80:]!r}")
@@ -182,8 +183,8 @@ class JudgeSettings(BaseModel):
 
 
 def settings_of(args: dict[str, Any], label: str) -> tuple[JudgeSettings, dict[str, Any]]:
-    """The settings in the args of a reward as they stand in the configuration; and the args with their secrets in
-    place, to be kept out of messages. `label`: what messages call them. Raises WrongInput."""
+    """Returns the settings that a reward's args in the configuration give, and the args with their secrets filled in,
+    so that the caller can keep these out of messages. label: the args' name in messages. Raises WrongInput."""
     key = args.get("api_key")
     if key is not None and not (isinstance(key, str) and re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*", key)):
         raise WrongInput(
@@ -199,17 +200,15 @@ def settings_of(args: dict[str, Any], label: str) -> tuple[JudgeSettings, dict[s
         raise WrongInput(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-# What a judge has said, on disk: an answer that was paid for once is not asked for again, by a resumed run neither.
-
 log = logging.getLogger("rewards")
 
 
 class JudgeCache:
-    """Request -> what the judge said to it. One file for each process that writes, since several generators may share
-    the folder; those of earlier ones are read at the start."""
+    """The answers of a judge by request, kept on disk so that a resumed run does not pay for them again. Several
+    processes may share the folder: each writes a file of its own, and reads the existing files when it starts."""
 
     def __init__(self, folder: Path | None) -> None:
-        """folder: null: nothing is kept beyond this process."""
+        """folder: where the files are; None: answers are kept in this process only."""
         self._said: dict[str, str] = {}
         self._file: Path | None = None
         if folder is None:
@@ -219,11 +218,11 @@ class JudgeCache:
         self._file = folder / f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
 
     def get(self, key: str) -> str | None:
-        """What was said to this request; None if it was not asked."""
+        """The answer to the request with this key; None if there is none."""
         return self._said.get(key)
 
     def put(self, key: str, said: str, about: Mapping[str, Any]) -> None:
-        """Keeps an answer. `about`: what a reader of the file wants to see beside it."""
+        """Keeps an answer. about: further fields of the file's line, for people who read it."""
         self._said[key] = said
         if self._file is not None:
             with writing(self._file):
@@ -233,8 +232,8 @@ class JudgeCache:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """The answers in a file, but for lines that are none, as a killed process leaves its last one unfinished; none of
-    what is no file of them."""
+    """The answers in a file. Invalid lines are skipped, such as the unfinished last line of a killed process; a file
+    that cannot be read has no answers."""
     found = {}
     try:
         for _, line in lines(file):
@@ -246,9 +245,7 @@ def _read(file: Path) -> dict[str, str]:
     return found
 
 
-# Requests to an OpenAI-compatible endpoint: so many at once, so many a minute, repeated where that may help.
-
-LONGEST = 300  # characters of somebody else's words in a sentence of ours
+LONGEST = 300  # characters that a message of ours quotes of an endpoint's text
 
 
 class _Message(BaseModel):
@@ -260,22 +257,22 @@ class _Choice(BaseModel):
 
 
 class _Completion(BaseModel):
-    """Of what an endpoint answers, the part that is read."""
+    """The part of an endpoint's response that is read."""
 
     choices: Annotated[list[_Choice], Field(min_length=1)]
 
 
 class RequestRate:
-    """Lets requests go at even distances."""
+    """Spaces requests evenly, `per_minute` of them per minute (None: no limit)."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._gap = 60.0 / per_minute if per_minute else 0.0
         self._next = 0.0
-        self._turn = asyncio.Lock()  # first come, first served
+        self._turn = asyncio.Lock()  # gives turns in the order of the calls of `wait`
 
     async def wait(self, *_: Any) -> None:
-        """Returns when the next request may go. Who gives up meanwhile has used no turn: those of a group that is late
-        would keep the next one waiting."""
+        """Returns when the next request may be sent. A cancelled wait uses no turn, so that the requests of a late
+        group do not delay those of the next."""
         async with self._turn:
             if (early := self._next - time.monotonic()) > 0:
                 await asyncio.sleep(early)
@@ -283,25 +280,26 @@ class RequestRate:
 
 
 class JudgeClient:
-    """One endpoint. Used from one event loop."""
+    """Sends requests to one endpoint: at most `at_once` at the same time and `per_minute` per minute, repeated on
+    errors that may pass. Used from one event loop."""
 
     def __init__(self, settings: JudgeSettings, share: float) -> None:
-        """share: of the requests a minute, the part of this process. Raises WrongInput: the environment's proxy is one
-        that cannot be asked."""
+        """share: this process's part of the requests per minute. Raises WrongInput if the environment's proxy cannot
+        be used."""
         import openai
 
         self._settings, self._errors = settings, openai
         self._places = asyncio.Semaphore(settings.at_once)
         rate = RequestRate(None if settings.per_minute is None else settings.per_minute * share)
-        # The hook is called before each request, repetitions included, and its time is not the request's.
+        # rate.wait is called before each request and each repetition, and its time does not count as the request's.
         self._proxy = proxy_to(settings.base_url)
-        # To this machine a proxy, which may be another one, has no way.
+        # An endpoint on this machine is asked without a proxy: a proxy on another machine could not reach it.
         direct: dict[str, Any] = {}
         if is_here(settings.base_url):
             direct = {"trust_env": False, "verify": ssl.create_default_context()}
         try:
             http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]}, **direct)
-        except (ImportError, ValueError) as error:  # of SOCKS without its package; of a kind of proxy that is unknown
+        except (ImportError, ValueError) as error:  # SOCKS without its package; an unknown kind of proxy
             host = urlsplit(settings.base_url).hostname
             raise WrongInput(
                 f"args.base_url: {settings.base_url} cannot be asked by {self._proxy or 'the proxies here'}: "
@@ -313,12 +311,12 @@ class JudgeClient:
         )  # fmt: skip
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """What the model answers. Raises ValueError: it gave no answer; one sentence."""
+        """Sends one request and returns the model's text. Raises ValueError with one sentence if it gave no answer."""
         tries = f"{self._settings.retries + 1} tries"
         asked = self._settings.base_url if self._proxy is None else f"{self._settings.base_url} by {self._proxy}"
         try:
             async with self._places:
-                chat: Any = self._client.chat.completions.with_raw_response  # types of each role's message are no help
+                chat: Any = self._client.chat.completions.with_raw_response  # Any: `messages` has no precise type
                 raw = await chat.create(
                     model=self._settings.model, messages=list(messages), extra_body=self._settings.options
                 )
@@ -338,7 +336,7 @@ class JudgeClient:
             raise ValueError(f"{asked} answers what is no chat completion: {_line(text)}") from None
 
     async def close(self) -> None:
-        """Lets go of its connections."""
+        """Closes the connections to the endpoint."""
         await self._client.close()
 
 
@@ -354,11 +352,11 @@ LATE = "no answer within timeout_s"
 
 
 class Judge:
-    """What one language model thinks of each completion, as a number from 0 to 1."""
+    """One configured judge, which a RewardPool asks for a verdict on each group."""
 
     def __init__(self, reward: RewardConfig, name: str, folder: Path | None, share: float) -> None:
-        """folder: where answers are kept; null: nowhere. share: of the requests a minute, the part of this process.
-        Raises WrongInput: an arg is wrong, or its environment variable is not set."""
+        """folder: where answers are kept (None: only in memory). share: this process's part of the requests per minute.
+        Raises WrongInput if an arg is wrong, or if the environment variable of the key is not set."""
         self._settings, self._args = settings_of(reward.args, f"reward {name!r}: args")
         if reward.env:
             raise WrongInput(f"reward {name!r}: env: a judge has its key from args.api_key: env:NAME; leave env out")
@@ -370,8 +368,8 @@ class Judge:
             raise WrongInput(f"reward {name!r}: {error}") from None
 
     async def verdict(self, group: Group) -> Verdict:
-        """Of a group, within the reward's timeout_s. Completions that are alike are asked about once. One that the
-        judge gives no number for is nan, and the others keep theirs."""
+        """Grades a group within the reward's timeout_s. Equal completions are asked about once. A completion for which
+        the judge gives no number gets nan, and the others keep theirs."""
         size, begin = len(group.completions), time.perf_counter()
         try:
             asked = [self._question(group, i) for i in range(size)]
@@ -397,7 +395,7 @@ class Judge:
         return _Asked(settings, _conversation(group.prompts[i]), text_of(group.completions[i]), reference)
 
     async def _number(self, asked: "_Asked") -> float | str:
-        """In words why there is none."""
+        """The reward of one completion, kept or asked for; a sentence if there is none."""
         kept = self._cache.get(asked.key)
         try:
             if kept is not None:
@@ -410,16 +408,18 @@ class Judge:
         return score
 
     async def close(self) -> None:
-        """Lets go of its connections."""
+        """Closes the connections to the endpoint."""
         await self._client.close()
 
 
 class _Asked:
-    """One question to the judge: its messages, and the digest that they are kept under."""
+    """One question to the judge. messages: those of the request. key: the digest of the request, for JudgeCache. mark:
+    a text in the tags of the message."""
 
     def __init__(self, settings: JudgeSettings, question: str, answer: str, reference: str) -> None:
         self.answer = answer
-        # Of what the policy wrote: so no completion can hold its own mark, and equal ones have equal requests.
+        # A digest of the texts, so that no completion can contain its own mark, and equal completions have equal
+        # requests.
         self.mark = _digest([question, answer, reference])[:12]
         text = settings.message(question, answer, reference, self.mark)
         system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
@@ -428,7 +428,8 @@ class _Asked:
 
 
 def _reference(columns: Mapping[str, Sequence[Any]], column: str, i: int) -> str:
-    """Raises ValueError where the row has none: the judge would be told that None is right."""
+    """The reference answer of completion i. Raises ValueError if it is null, since the message would have the text None
+    as the right answer."""
     value = column_of(columns, column)[i]
     if value is None:
         raise ValueError(f"args.column: each row must have a right answer, and {column!r} is null; leave such rows out")
@@ -440,7 +441,7 @@ def _digest(value: Any) -> str:
 
 
 def _conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt as text: of a conversation what each says, by its role; of a single message its content alone."""
+    """A prompt as text: the content of a single message, or the contents of several, each below its role."""
     if isinstance(prompt, str):
         return prompt
     turns = [(str(message.get("role")), text_of([{**message, "role": "assistant"}])) for message in prompt]

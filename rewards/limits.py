@@ -1,4 +1,6 @@
-"""What a reward process may see, hold and take: variables, memory, deadlines; and where its output goes."""
+"""Limits of a reward process, applied inside it: the environment variables that it sees, its memory, where its output
+goes, and the time that one completion may take. Processes of environments use parts of this too.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,14 @@ from cluster.confinement import limit
 from cluster.errors import WrongInput
 from rewards.base import said
 
-# The environment of a reward process: what programs need to run, and no tokens but those that a reward names.
-#
-# A reward process serves all reward functions of a run, calls of one at a time. A variable that one of them names is
-# set during the calls of that one only.
+# Exceptions of a user's code as text.
 
-# What somebody's code raised, in one line.
-
-LONGEST = 500  # characters of an exception's text that are worth carrying
+LONGEST = 500  # characters that are kept of an exception's text
 
 
 class Settings(NamedTuple):
-    """What a user may change: who is kept from variables, and how they get {names}."""
+    """Text for a user's error messages. variables: from whom variables are withheld, and the setting by which they get
+    {names}."""
 
     variables: str
 
@@ -45,10 +43,11 @@ OF_ENVIRONMENTS = Settings("environments: name it, env.variables=[{names}]")
 
 
 def described(error: BaseException, settings: Settings = OF_REWARDS, *, caller: str = "") -> str:
-    """`ValueError: boom (my_rewards.py, line 3)`: where it was raised, and what to do where that is known.
+    """An exception of a user's code on one line, `ValueError: boom (my_rewards.py, line 3)`, with advice if it is due
+    to a limit of this module.
 
     Args:
-        caller: the file that called the code, whose own lines say nothing of it.
+        caller: the file that called the code; its lines are not reported as the place.
     """
     text = said(error)[:LONGEST]
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -66,9 +65,13 @@ def described(error: BaseException, settings: Settings = OF_REWARDS, *, caller: 
     return told + advice(text, settings.variables)
 
 
-DEVICE = "GLEANER_REWARD_DEVICE"  # set where reward processes have a card of their own; else built-ins take none
-# Where things are, how text is written, how many threads and which devices. Proxies are left out: their addresses
-# often hold a password.
+# The environment of a reward process: the variables that programs need to run, without secrets. A reward process serves
+# all reward functions of a run, calls of one function at a time; a variable that a function's `env` names is set during
+# its calls only.
+
+DEVICE = "GLEANER_REWARD_DEVICE"  # set if reward processes have a GPU of their own; built-ins use none without it
+# Variables for paths, languages, threads and devices. Proxies are not allowed, since their addresses often have a
+# password.
 # fmt: off
 ALLOWED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV",
@@ -80,14 +83,14 @@ ALLOWED = frozenset({
 # fmt: on
 ALLOWED_BEGINNINGS = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "NVIDIA_")
 
-# Ends of the names by which clients find whom they ask, and who asks.
+# Ends of the names of variables from which clients take addresses and credentials.
 _OF_CLIENTS = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|URL|ENDPOINT|HOST|BASE|PROXY|ORGANIZATION|PROJECT|REGION)$")
-_withheld: set[str] = set()  # names, in a reward process
-_asked: Counter[str] = Counter()  # of these the ones that were looked for, and how often
+_withheld: set[str] = set()  # names of the variables that `withhold` has removed from this process
+_asked: Counter[str] = Counter()  # how often each withheld variable of _OF_CLIENTS was looked for
 
 
 class _Watched(os._Environ[str]):
-    """os.environ, which notes what is looked for and withheld."""
+    """The class of os.environ after `withhold`; counts in _asked how often a withheld variable is looked for."""
 
     def __getitem__(self, key: str) -> str:
         try:
@@ -99,7 +102,8 @@ class _Watched(os._Environ[str]):
 
 
 def values_of(names: Sequence[str], label: str) -> dict[str, str]:
-    """The variables that a reward names, as they are here. Raises WrongInput if one is not set."""
+    """The values that these variables have in this process. Raises WrongInput, which begins with `label`, if one is
+    not set."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise WrongInput(
@@ -110,12 +114,12 @@ def values_of(names: Sequence[str], label: str) -> dict[str, str]:
 
 
 def kept(name: str) -> bool:
-    """Whether reward functions do not see a variable of this name, unless they name it."""
+    """Whether a variable of this name is withheld from reward functions that do not name it in `env`."""
     return name not in ALLOWED and not name.startswith(ALLOWED_BEGINNINGS)
 
 
 def withhold() -> None:
-    """Takes from this process, and from what it will start, every variable that is not allowed."""
+    """Removes every variable that is not allowed from the environment of this process and of its future children."""
     names = [name for name in os.environ if kept(name)]
     _withheld.update(names)
     for name in names:
@@ -125,8 +129,7 @@ def withhold() -> None:
 
 
 def asked() -> dict[str, int]:
-    """Since the last call of this: the names of withheld variables that were looked for, of those by which a client
-    finds whom it asks or says who asks, and how often."""
+    """How often each withheld variable with an address or a credential was looked for since the last call of this."""
     found = dict(_asked)
     _asked.clear()
     return found
@@ -134,8 +137,8 @@ def asked() -> dict[str, int]:
 
 @contextlib.contextmanager
 def lent(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside this block the variables that a reward names are in the environment."""
-    here = dict(os.environ) if values else {}  # which no look of ours is counted in
+    """Sets the variables of a reward's `env` inside this block."""
+    here = dict(os.environ) if values else {}  # looking up names in a copy is not counted in _asked
     before = {name: here.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -149,7 +152,7 @@ def lent(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def advice(text: str, how: str) -> str:
-    """If the text of an exception names variables that are kept from its process: `how` to get {names}; else ''."""
+    """Advice, made from the template `how`, if the text of an exception names withheld variables; else ''."""
     words = set(re.findall(r"\w+", text))
     missed = sorted(name for name in _withheld & words - set(os.environ) if "_" in name)
     if not missed:
@@ -159,8 +162,8 @@ def advice(text: str, how: str) -> str:
 
 
 def overwrite(name: str, value: str) -> None:
-    """Sets a variable, also in the block that this process was started with, which /proc/<pid>/environ shows of it and
-    of its forks, where it has one of the same length there."""
+    """Sets a variable. If this process was started with a value of the same length, that value is overwritten too, so
+    that /proc/<pid>/environ of this process and of its forks shows the new one."""
     os.environ[name] = value
     for place, entry in _started_with():
         if entry.startswith(f"{name}=".encode()) and len(entry) == len(f"{name}={value}".encode()):
@@ -168,9 +171,8 @@ def overwrite(name: str, value: str) -> None:
 
 
 def _blank(names: Sequence[str]) -> None:
-    """Overwrites variables in the block that the process was started with, which /proc/<pid>/environ shows for ever.
-
-    They must have been removed: nothing points there any more.
+    """Overwrites variables in the memory block that /proc/<pid>/environ shows, with which the process was started. They
+    must have been removed from os.environ, so that nothing refers to the block.
     """
     prefixes = tuple(name.encode() + b"=" for name in names)
     for place, entry in _started_with():
@@ -179,48 +181,47 @@ def _blank(names: Sequence[str]) -> None:
 
 
 def _started_with() -> Iterator[tuple[int, bytes]]:
-    """The variables that this process was started with, and where each lies."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5); the command's name may hold spaces
+    """(address, b"NAME=value") of each variable that this process was started with."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # the command's name may have spaces
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     for entry in ctypes.string_at(start, end - start).split(b"\0"):
         yield start, entry
         start += len(entry) + 1
 
 
-# What a reward process may hold: its memory cap, what is said of a function that met it, and what has leaked.
+# The memory limit of a reward process, errors for lack of memory, and leaks.
 
 
-DEFAULT_MEMORY = (
-    4 << 30
-)  # bytes: torch and a reward model of a billion parameters in 16 bits, or any number of checkers
+DEFAULT_MEMORY = 4 << 30  # bytes: enough for torch and a reward model of a billion parameters in 16 bits
 GIB = 1 << 30
-_CAUSES = 10  # of an exception that are looked at
-_THREADS = 1000  # that a function may have: no limit of the kernel says so
-# What other languages say in place of a MemoryError.
+_CAUSES = 10  # chained exceptions that memory_spent examines
+_THREADS = 1000  # threads that count as the limit in Usage.leaks; the kernel has no such limit per process
+# Messages of libraries in other languages, in place of a MemoryError.
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "unable to allocate")
 
 
 def cap_memory(memory_bytes: int) -> None:
-    """Limits the memory that this process, and each that it starts, can write to.
+    """Limits the writable memory of this process, and of each process that it starts (RLIMIT_DATA).
 
-    Not its address space, which CUDA, torch and thread pools reserve by tens of GB and never fill.
+    The address space is not limited: CUDA, torch and thread pools reserve tens of GB that they never use.
     """
     limit(resource.RLIMIT_DATA, memory_bytes)
 
 
 def memory_met(error: BaseException) -> bool:
-    """True if `error` says that main memory ran out (a GPU's memory has no cap here)."""
+    """Whether `error` says that main memory ran out. (Memory of a GPU is not limited here.)"""
     if isinstance(error, MemoryError):
         return True
     try:
         text = str(error).lower()
-    except BaseException:  # whatever the __str__ of somebody's exception does
+    except BaseException:  # the __str__ of a user's exception may raise anything
         return False
     return "cuda" not in text and any(words in text for words in _SAID)
 
 
 def memory_spent(error: BaseException) -> bool:
-    """True if it says that the process had no memory, files or threads left, which other calls may have taken."""
+    """Whether `error` or its causes say that the process had no memory, files or threads left. Earlier calls may have
+    leaked them."""
     told: BaseException | None = error
     for _ in range(_CAUSES):
         if told is None:
@@ -234,14 +235,15 @@ def memory_spent(error: BaseException) -> bool:
 
 
 class Usage(NamedTuple):
-    """Of this process: bytes that RLIMIT_DATA counts, open files, threads."""
+    """What a process uses. memory: bytes that RLIMIT_DATA counts. files, threads: how many are open or running."""
 
     memory: int
     files: int
     threads: int
 
     def leaks(self, begun: Usage, near: float = 0.9) -> bool:
-        """Whether so much of a limit is taken, much of it since the beginning."""
+        """Whether this process uses more than the share `near` of a limit, and more than half that share of what was
+        free at the beginning, when it used `begun`."""
         most = resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], _THREADS
         return any(
             limit != resource.RLIM_INFINITY and now > near * limit and now - first > near / 2 * (limit - first)
@@ -250,7 +252,7 @@ class Usage(NamedTuple):
 
 
 def memory_usage() -> Usage:
-    """As it is now: proc(5), statm and stat."""
+    """What this process uses now, by statm and stat of proc(5)."""
     threads = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[17])
     return Usage(memory_held(), len(os.listdir("/proc/self/fd")), threads)
 
@@ -261,7 +263,7 @@ def memory_held() -> int:
 
 
 def memory_advice() -> str:
-    """The cap of this process, which it met, and what to set instead."""
+    """Advice for a function that met the memory limit of this process: the limit, and what to set instead."""
     bytes_ = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if bytes_ == resource.RLIM_INFINITY:
         return "the machine has no more memory"
@@ -271,35 +273,36 @@ def memory_advice() -> str:
     )
 
 
-# What reward functions print goes to no standard output of ours, which may be JSON, and does not flood a console.
+# The output of reward functions. It must not mix with the standard output of a command, which may be JSON, nor fill the
+# console.
 
 NAME = "reward_output.log"  # in a run's folder
 
 
 def redirect_output(file: str | None) -> None:
-    """Standard output and error of this process and its children go to the end of that file (None: output to where
-    errors go)."""
+    """Appends standard output and error of this process and its children to that file. None, or a file that cannot be
+    opened: standard output goes to standard error."""
     descriptor = 2
     if file is not None:
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError:  # no folder on this node, or a full disk: what is printed is no reason to end a run
+        except OSError:  # for example a folder that this node lacks, or a full disk; that must not end the run
             file = None
     os.dup2(descriptor, 1)
     if file is not None:
         os.dup2(descriptor, 2)
         os.close(descriptor)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None, where it was closed
-        sys.stdout.reconfigure(line_buffering=True)  # a process that is killed would take what it holds along
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None if it was closed
+        sys.stdout.reconfigure(line_buffering=True)  # buffered output of a killed process would be lost
 
 
-# A deadline for what a function of ours does with one completion, so that it costs no other its reward.
+# Deadlines for one completion, so that a slow completion does not cost the others of its group their reward.
 
-_PATIENT, _HURRIED = 2, 1 / 8
-_OF_THE_REST = 1 / 4  # of the time that a call has left, for one completion
-_OF_OTHERS, _OF_THE_LAST = 1 / 2, 9 / 10  # the same, where a function of the user's has one completion a call
-_LEAST_S = 0.01
-_ends: list[float] = []  # of time.monotonic, by when the call that this process answers must be over
+_PATIENT, _HURRIED = 2, 1 / 8  # late completions after which Patience shortens the time, and the factor
+_OF_THE_REST = 1 / 4  # share of the time left to a call that one completion may take (computing)
+_OF_OTHERS, _OF_THE_LAST = 1 / 2, 9 / 10  # such shares for a user's function of one completion (sharing)
+_LEAST_S = 0.01  # the shortest limit in seconds
+_ends: list[float] = []  # ends of the calls that this process answers, in time.monotonic; the last one counts
 
 
 class Late(BaseException):
@@ -309,8 +312,8 @@ class Late(BaseException):
 
 @contextmanager
 def answering(seconds: float | None) -> Iterator[None]:
-    """A call that must be over in so many seconds by the clock on the wall (None: whenever it is): `computing` inside
-    leaves others their part of them."""
+    """Declares that the block must end within so many seconds of wall time (None: no limit). It is not enforced here:
+    `computing` and `sharing` inside it give each completion a share of this time."""
     if seconds is not None:
         _ends.append(time.monotonic() + seconds)
     try:
@@ -322,10 +325,11 @@ def answering(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def within(seconds: float, error: type[BaseException] = Late, again_s: float | None = None) -> Iterator[None]:
-    """Raises `error` inside, after `seconds` and again after each `again_s` (None: seconds), since code may catch it.
+    """Raises `error` inside the block after `seconds` of wall time, and again after each `again_s` (None: seconds),
+    since code may catch it.
 
-    By SIGALRM: what computes in C without asking for signals is not interrupted (regular expressions are). Without a
-    limit in any thread but the main one, which is where reward processes call their functions.
+    This uses SIGALRM: C code that does not check for signals is not interrupted (regular expressions do check). There
+    is no limit outside the main thread, in which reward processes call their functions.
     """
     with _alarms({signal.ITIMER_REAL: (seconds, again_s or seconds)}, error):
         yield
@@ -333,8 +337,9 @@ def within(seconds: float, error: type[BaseException] = Late, again_s: float | N
 
 @contextmanager
 def computing(seconds: float, error: type[BaseException] = Late) -> Iterator[None]:
-    """As `within`, but of this process's CPU time: a busy machine makes nothing late that only computes. On the wall a
-    quarter of what its call has left, so that however many are late, and on whatever machine, the call is not."""
+    """Limits the block like `within`, but in CPU time of this process, so that a busy machine makes no computation
+    late. Inside `answering` it also limits wall time, to a quarter of what the call has left, so that the call is never
+    late, however many completions are."""
     timers = {signal.ITIMER_PROF: (seconds, seconds)}
     if _ends:
         rest = max(_LEAST_S, (_ends[-1] - time.monotonic()) * _OF_THE_REST)
@@ -345,9 +350,8 @@ def computing(seconds: float, error: type[BaseException] = Late) -> Iterator[Non
 
 @contextmanager
 def sharing(last: bool, error: type[BaseException] = Late) -> Iterator[None]:
-    """Of the time that its call has left, half for this completion, so that of several that take equally long none is
-    late; nine tenths for the last of a group. No limit where somebody else's code has a handler of its own for SIGALRM:
-    by it that limits itself."""
+    """Limits the wall time of one completion to half of what its call has left, or to nine tenths for the last
+    completion of a group. There is no limit if other code has set a handler of SIGALRM, since it then limits itself."""
     if not _ends or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         yield
         return
@@ -358,7 +362,7 @@ def sharing(last: bool, error: type[BaseException] = Late) -> Iterator[None]:
 
 @contextmanager
 def _alarms(timers: dict[int, tuple[float, float]], error: type[BaseException]) -> Iterator[None]:
-    """timers: seconds to the first alarm of each, and between others."""
+    """Raises `error` at each alarm. timers: by timer, seconds to the first alarm and between further ones."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -376,15 +380,16 @@ def _alarms(timers: dict[int, tuple[float, float]], error: type[BaseException]) 
             signal.setitimer(timer, first, others)
         yield
     finally:
-        over = True  # before the timers are stopped: a busy machine may have had the next alarm by now
+        over = True  # set before the timers are stopped, since an alarm may come in between
         for timer, handler in before.items():
             signal.setitimer(timer, 0)
-            if signal.getsignal(signals[timer]) is late:  # not a module's own, which it set as it was imported in here
+            if signal.getsignal(signals[timer]) is late:  # a module imported in the block may have set its own handler
                 signal.signal(signals[timer], handler)
 
 
 class Patience:
-    """Of a group: each completion may compute for `seconds`; once two were late, the others an eighth of it."""
+    """The time limit of the completions of one group: each may compute for `seconds`, or for an eighth of it once two
+    were late. late: how many were."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -392,12 +397,12 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """For the next one."""
+        """CPU seconds that the next completion may take."""
         return self._seconds * (_HURRIED if self.late >= _PATIENT else 1.0)
 
     @contextmanager
     def with_one(self) -> Iterator[None]:
-        """Raises Late inside once its time is over, and counts that."""
+        """Computes one completion: raises Late inside the block when its time is over, and counts it."""
         try:
             with computing(self.seconds):
                 yield

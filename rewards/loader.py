@@ -1,4 +1,6 @@
-"""`use` -> function. Runs in the worker process, never in the driver, since an import runs code."""
+"""Loads the function that a reward's `use` names (`load`), and finds its source files without running them (source_of,
+own_imports). Importing a user's file runs code, so only reward processes load functions, and never the driver.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,13 @@ from rewards import functions
 from rewards.base import ADAPTER, JUDGE, Reward
 from rewards.limits import described
 
-# The user's own files that a file imports: what lies beside it, as `helpers.py` or a package there. None is run.
-
 
 def own_imports(file: Path, root: Path) -> list[Path]:
-    """The files below `root` that `file` imports, and those that they import in their turn, in the order of their
-    paths; `file` is not among them.
+    """The user's files that `file` imports, directly or through other files of the user, sorted by path and without
+    `file` itself. They are found by parsing; none is run.
 
-    root: the folder in which its imports are looked up. What is imported by a name that the code puts together, or
-    does not parse, is not found.
+    root: the folder in which imports are looked up; files elsewhere are left out. An import by a computed name, or in a
+    file with a syntax error, is not found.
     """
     found, left = {file}, [file]
     while left:
@@ -47,7 +47,7 @@ def own_imports(file: Path, root: Path) -> list[Path]:
 def _imported(file: Path, root: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # told by whoever imports it
+    except (OSError, SyntaxError, ValueError, RecursionError):  # importing the file will report this
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -57,29 +57,27 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
             where = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else root
             module = node.module.split(".") if node.module else []
             yield from _files(where, module)
-            for name in node.names:  # a module of the package, or something in it
+            for name in node.names:  # the name may be that of a module in the package
                 yield from _files(where, [*module, name.name])
 
 
 def _files(where: Path, parts: list[str]) -> Iterator[Path]:
-    """Of `import a.b`: a/__init__.py and a/b.py, or a/b/__init__.py, as far as they are there."""
+    """The existing files that `import a.b` runs: a/__init__.py, and a/b.py or a/b/__init__.py."""
     for count in range(1, len(parts) + 1):
         place = where.joinpath(*parts[:count])
         yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
 
 
-# The file that a reward function comes from, found without running any of it.
-
 GRADERS = {
     "json_schema": "jsonschema",
     "math": "math-verify",
     "reasoning_gym": "reasoning-gym",
-}  # packages that do a built-in's work
+}  # built-in -> the package on which its scores depend
 
 
 def source_of(use: str) -> Path | None:
-    """The Python file, or that of a pickled function, that `use` names (see `load`), None if there is
-    none: a module without a source, or one that is not there."""
+    """The file of the function that `use` names (see `load`), a Python source or a pickled function, found without
+    running it. None if the module has no source or does not exist."""
     place = BUILT_INS.get(use, use).rpartition(":")[0]
     if use in BUILT_INS:
         return Path(__file__).parents[1] / f"{place.replace('.', '/')}.py"
@@ -90,7 +88,7 @@ def source_of(use: str) -> Path | None:
 
 
 def grader_version(use: str) -> str:
-    """Name and version of the package that does a built-in's work; '' where there is none, or it is not installed."""
+    """Name and version of the package in GRADERS for a built-in; '' if there is none or it is not installed."""
     package = GRADERS.get(use, "")
     if not package:
         return ""
@@ -101,7 +99,8 @@ def grader_version(use: str) -> str:
 
 
 def _module_file(name: str) -> Path | None:
-    """importlib.util.find_spec("a.b") would import a; hence only the first part is looked up by it."""
+    """The file of a module, found without an import. (importlib.util.find_spec("a.b") would import a, so it looks up
+    the first part only.)"""
     first, *others = name.split(".")
     with _here_on_path():
         spec = importlib.util.find_spec(first)
@@ -136,13 +135,13 @@ BUILT_INS = {
     "sequence_classifier": "rewards.built_in.sequence_classifier:sequence_classifier",
     "unit_tests": "rewards.built_in.unit_tests:unit_tests",
 }
-_KEPT: dict[Path, set[str]] = {}  # folders of files -> the modules in them
+_KEPT: dict[Path, set[str]] = {}  # folder of a loaded file -> names of the modules in it
 EXTRAS = {"math": "math-verify", "reasoning_gym": "'gleaner-rl[demo]'"}
 
 
 def load(use: str) -> Reward:
-    """The function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
-    `path/file.pickle:function` (rewards.functions). Of a class with `__call__` (ms-swift's) an instance of it.
+    """Loads the function that `use` names: a built-in, `package.module:function`, `path/file.py:function`, or
+    `path/file.pickle:function` (rewards.functions). A class with `__call__` (as in ms-swift) gives an instance.
 
     Raises WrongInput with one sentence: what is missing, and what there is instead.
     """
@@ -159,12 +158,12 @@ def load(use: str) -> Reward:
 
 
 def no_function(use: str) -> str:
-    """The sentence for a name without a colon that is no built-in."""
+    """The error's sentence for a name without a colon that is no built-in."""
     return _model(use) or no_built_in(use, "reward", BUILT_INS, "function")
 
 
 def _model(use: str) -> str | None:
-    """The sentence where it names no function but a model, as a folder or on the hub; TRL takes such a name."""
+    """The error's sentence if `use` names a model, by its folder or its name on the hub, as TRL allows; else None."""
     folder = Path(use).expanduser()
     if (folder / "adapter_config.json").is_file():
         return f"{use!r} is the folder of an adapter; for a reward model on the run's own base write {ADAPTER}{use}"
@@ -191,11 +190,12 @@ def _instance(kind: type, use: str) -> Reward:
 
 
 def _has_call(kind: type) -> bool:
-    return any("__call__" in vars(one) for one in kind.__mro__)  # hasattr would find that of `type` itself
+    return any("__call__" in vars(one) for one in kind.__mro__)  # hasattr would find `type.__call__`
 
 
 def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
-    """The sentence for a name that is none of the known rewards, or of the known things of another sort."""
+    """The error's sentence for a name that is not in `known`. what: reward, or another kind of built-in. kind: function
+    or class, for the form of a user's own."""
     nearest = difflib.get_close_matches(use, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return (
@@ -205,9 +205,9 @@ def no_built_in(use: str, what: str, known: Collection[str], kind: str) -> str:
 
 
 def load_own(use: str, example: str) -> Callable[..., Any]:
-    """The callable that `use` names, which is no built-in; `example` is a name for the sentence to whoever forgot it,
-    and begins with a capital where a class will do. Raises WrongInput with one sentence, whatever the callable is
-    for."""
+    """Loads the callable of the user that `use` names: a reward function, or one for another purpose. example: a name
+    for the error's sentence if `use` has none; a capital letter means that a class is allowed. Raises WrongInput with
+    one sentence."""
     place, _, function = use.rpartition(":")
     if place.endswith(functions.SUFFIX):
         return cast(Callable[..., Any], functions.load_pickled(Path(place)))
@@ -232,7 +232,7 @@ def _built_in(name: str) -> Reward:
 
 def _import_module(name: str) -> ModuleType:
     try:
-        with _on_path(Path.cwd()):  # `python -m` has it, a console script or a Ray worker may not
+        with _on_path(Path.cwd()):  # sys.path of a console script or a Ray worker may lack the working directory
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise WrongInput(f"module {name!r} does not import: {described(error)}") from error
@@ -246,7 +246,7 @@ def _import_file(path: Path) -> ModuleType:
     name = name_of(path) if package is None else ".".join((name_of(package), *_parts(path, package)))
     if name in sys.modules:
         return sys.modules[name]
-    _forget(_KEPT.keys() - {path.parent})  # what functions of files elsewhere have imported when they were called
+    _forget(_KEPT.keys() - {path.parent})  # helpers that functions of other folders have imported in their calls
     before = set(sys.modules)
     try:
         with _on_path(path.parent):
@@ -260,7 +260,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def no_file(path: Path) -> str:
-    """The sentence for a file that is not there."""
+    """The error's sentence for a file that does not exist."""
     return f"there is no file {path}; a relative path starts at the working directory {Path.cwd()}"
 
 
@@ -269,11 +269,12 @@ def _parts(path: Path, package: Path) -> tuple[str, ...]:
 
 
 def _package_of(path: Path) -> Path | None:
-    """The folder of the outermost package that a file with relative imports is in: without __init__.py that which it
-    lies in. None for other files: what __init__.py imports is none of their business."""
+    """The folder of the outermost package of a file with relative imports; the file's own folder if that has no
+    __init__.py. None for a file without relative imports, which is imported alone, without its package's
+    __init__.py."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):  # told when it is imported
+    except (SyntaxError, ValueError, RecursionError):  # importing the file will report this
         return None
     if not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)):
         return None
@@ -284,8 +285,8 @@ def _package_of(path: Path) -> Path | None:
 
 
 def _keep_on_path(folder: Path) -> None:
-    """Behind all others, for what functions of its files import when they are called. Folders with modules of one name
-    are none of them there: one would get the helper of the other."""
+    """Puts a folder at the end of sys.path, for imports inside its functions. Of several folders with a module of the
+    same name none stays on sys.path, since a function could get the helper of another folder."""
     names = {found.name for found in pkgutil.iter_modules([str(folder)])}
     like = [other for other, others in _KEPT.items() if other != folder and names & others]
     _KEPT[folder] = names
@@ -297,8 +298,8 @@ def _keep_on_path(folder: Path) -> None:
 
 
 def _forget(folders: Collection[Path], before: Collection[str] = ()) -> None:
-    """Drops the helpers that files there have imported from beside them, but those that were there before: the next
-    file's `helpers` may be another file."""
+    """Removes the modules of these folders from sys.modules, except those in `before`: the next file's `helpers` may be
+    another file of that name."""
     for name in set(sys.modules).difference(before) if folders else ():
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).resolve().parent in folders and not name.startswith(BEGIN):
@@ -333,8 +334,8 @@ def _function(module: ModuleType, name: str, use: str, example: str) -> Callable
 
 
 def _own(value: Any, module: str, classes: bool) -> bool:
-    """Whether a function could be meant that the module has made itself: or, with `classes`, any class, else one whose
-    instances are called, or such an instance."""
+    """Whether an error may offer the value as one of the module's own functions: it is a function, a class whose
+    instances can be called, or such an instance; with `classes` any class."""
     if isinstance(value, partial):
         return True
     kind = value if isinstance(value, type) else type(value)

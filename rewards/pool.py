@@ -1,4 +1,9 @@
-"""Groups are scored here: every reward function in a worker process, under a deadline, every failure with its name."""
+"""Scores groups for the rollout workers: RewardPool calls each reward function of a run in worker processes, under a
+deadline, and returns the weighted sum of their numbers as Scores. Judges are asked over HTTP from here, without a
+worker process. RewardServer offers a pool to other processes (`cluster.rewards`).
+
+The pool combines what rewards.slot (one worker process) and rewards.call (one call of a function) give.
+"""
 
 import asyncio
 import logging
@@ -27,24 +32,29 @@ from rewards.slot import Call, ScoreCall, Slot
 if TYPE_CHECKING:
     from rewards.judge import Judge
 
-# Calls of reward functions, handed to worker processes: calls that wait together go to one process in one message, as
-# far as they are quick, or of one asynchronous function.
+# How calls are divided among the worker processes. Several calls that wait are sent in one message if they are quick,
+# or if they are calls of one asynchronous function.
 #
-# A message to a process and its answer cost the interpreter that also runs the engine about a millisecond, several
-# times what a short function takes for a group. A call that may be slow has a message of its own, so that it keeps no
-# other waiting and the workers share the work. Calls of an asynchronous function mostly wait for somebody else, and do
-# so at once. Those that are late beside others, as where a semaphore lets few of them go on, are made once more, alone.
+# A message and its answer take about a millisecond of the interpreter that also runs the engine, several times what a
+# short function takes for a group. A call that may be slow gets a message of its own, so that it delays no other call
+# and the workers share the work. Calls of an asynchronous function mostly wait for another service, so they run at the
+# same time. A call that is late in a message of several (for example because a semaphore admits few of them) is made
+# once more in a message of its own.
 
 log = logging.getLogger("rewards")
 
-TOGETHER_MS = 20.0  # that the calls of one message take, by what their functions last took for a group
-TOGETHER_BYTES = 16 << 20  # of the groups of one message: a process holds them all
+TOGETHER_MS = 20.0  # the calls of one message take at most this together, judged by each function's last message
+TOGETHER_BYTES = 16 << 20  # pickled groups of one message, at most, since the worker holds all of them
 
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A reward function, and the milliseconds of the slowest call in its last message: unknown before the first one and
-    after one without an answer. awaited: whether its calls may wait at once; None before that is known."""
+    """A reward function with what is known of its speed.
+
+    ms: milliseconds of the slowest call in its last message; infinite before the first answer and after a call without
+    an answer. awaited: whether the function is asynchronous, so that its calls can run at the same time; None before
+    that is known.
+    """
 
     call: Call
     ms: float = inf
@@ -53,7 +63,8 @@ class Function:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """alone: it was in a message that failed, or late in one, and is asked for by itself now."""
+    """A call that waits for a worker or for its answer. alone: the call was in a message that failed, or was late in
+    one, and now gets a message of its own."""
 
     function: Function
     asked: ScoreCall
@@ -62,7 +73,7 @@ class _Waiting:
 
 
 class Dispatch:
-    """The worker processes of one pool. Made once; used from one event loop; closed at the end."""
+    """Gives the calls of one pool to its worker processes. Used from one event loop; must be closed."""
 
     def __init__(self, functions: Sequence[Call], workers: int, memory_bytes: int, printed: Path | None = None) -> None:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-starter")
@@ -70,16 +81,16 @@ class Dispatch:
         for slot in self._slots:
             for call in functions:
                 slot.preload(call)
-        self._free = list(self._slots)  # the last one first: prefer the warm worker
+        self._free = list(self._slots)  # used from the end, so that the worker that answered last is preferred
         self._waiting: deque[_Waiting] = deque()
         self._sent: dict[asyncio.Task[None], list[_Waiting]] = {}
 
     async def verdict(self, function: Function, group: bytes, size: int) -> Verdict:
-        """Of the function for one pickled group of `size` samples. Cancelling it stops the function, once nobody waits
-        for another group of the same message."""
+        """Returns the function's verdict on one pickled group of `size` completions. Cancelling this stops the
+        function, once all other calls of the same message are cancelled too."""
         one = _Waiting(function, ScoreCall(function.call, group, size))
         self._waiting.append(one)
-        # Not at once: what else is asked for in this turn of the event loop goes along.
+        # Sent in the loop's next turn, so that other calls made in this turn can join the message.
         asyncio.get_running_loop().call_soon(self._send)
         try:
             return await one.answer
@@ -94,7 +105,7 @@ class Dispatch:
             slot = self._free.pop()
             task = asyncio.create_task(self._message(slot, together))
             self._sent[task] = together
-            # Not in the task itself, which may be cancelled before it begins.
+            # A callback frees the worker, since the task itself may be cancelled before it begins.
             task.add_done_callback(partial(self._ended, slot))
 
     def _ended(self, slot: Slot, task: asyncio.Task[None]) -> None:
@@ -103,11 +114,12 @@ class Dispatch:
         self._send()
 
     def _next(self) -> list[_Waiting]:
-        """What goes into one message, the one that waits for longest first; nothing, if nothing waits."""
+        """Removes the calls of the next message from the queue, beginning with the call that has waited longest. Empty
+        if no call waits."""
         together: list[_Waiting] = []
         left: deque[_Waiting] = deque()
         ms, size = 0.0, 0
-        share = ceil(len(self._waiting) / len(self._free))  # of each free process, of calls that take no time of it
+        share = ceil(len(self._waiting) / len(self._free))  # the most calls of an asynchronous function in one message
         for one in self._waiting:
             if one.answer.cancelled():
                 continue
@@ -153,14 +165,15 @@ class Dispatch:
         self._waiting.extendleft(reversed(some))
 
     def close(self) -> None:
-        """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
+        """Kills all worker processes, also busy ones. Blocks for less than a second; may be called twice."""
         with ThreadPoolExecutor(max(len(self._slots), 1)) as threads:
             list(threads.map(Slot.close, self._slots))
         self._starter.shutdown()
 
 
 def _wait_no_more_at_once(functions: Iterable[Function]) -> None:
-    """One that blocks its process keeps the others from their deadline."""
+    """Makes the calls of asynchronous functions run one after another from now on. A function that blocks its event
+    loop instead of awaiting delays the other calls of its message beyond their deadline."""
     for function in functions:
         if function.awaited:
             function.awaited = False
@@ -172,15 +185,15 @@ def _wait_no_more_at_once(functions: Iterable[Function]) -> None:
 
 
 def _may_share(one: _Waiting, other: _Waiting) -> bool:
-    """Whether they may be in one message, which has one deadline and answers when its last call has."""
+    """Whether two calls may be in one message, which has one deadline and is answered when its last call has ended."""
     if one.alone or other.alone or one.asked.call.timeout_s != other.asked.call.timeout_s:
         return False
     return one.function is other.function or not (one.function.awaited or other.function.awaited)
 
 
-_WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")
-LONGEST_ERROR = 1000  # characters of what failed on a completion
-NOT_SCORED = "none"  # status of a completion of which every function says None
+_WORSE: tuple[Status, ...] = ("ok", "nan", "timeout", "error")  # from best to worst
+LONGEST_ERROR = 1000  # characters that are kept of the failures on one completion
+NOT_SCORED = "none"  # status of a completion for which every function returned None
 _ADVICE = {
     "nan": "Return a finite number for each completion",
     "timeout": "Make the reward function faster or raise its timeout_s",
@@ -190,8 +203,8 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Judging:
-    """What judges of this pool share with others: where their answers are kept, a folder for each judge (None:
-    nowhere), and this pool's part of the requests a minute."""
+    """What the judges of a pool need to know of the run. folder: holds a folder of kept answers for each judge (None:
+    answers are not kept). share: this pool's part of the requests per minute that a judge may make in the whole run."""
 
     folder: Path | None = None
     share: float = 1.0
@@ -205,32 +218,32 @@ class Scores:
     """The scores of one group; all lists have one entry per completion."""
 
     reward: list[float | None]
-    """Weighted sum over the functions that score it; None if none has, or if any failed."""
+    """Weighted sum over the functions that scored the completion; None if no function did, or if any failed on it."""
     parts: dict[str, list[float | None]]
-    """Each function's own numbers, unweighted, by its metrics name; None: it gives none, nan: it failed."""
+    """Each function's numbers without its weight, by its metrics name; None: not scored, nan: the function failed."""
     status: list[str]
-    """ok, nan, timeout or error: the worst of the functions; or none, where none scores it."""
+    """The worst status of the functions (ok, nan, timeout or error); none: no function scored the completion."""
     ms: float
-    """Milliseconds from asking to answer, waiting for a free worker included."""
+    """Milliseconds that scoring took, with the wait for a free worker."""
     failures: tuple[str, ...]
     """One sentence for each function that failed."""
     errors: list[str | None]
-    """The sentences of the functions that failed on this completion, or of why one of ours gave it 0 for another reason
-    than a wrong answer; None: there are none."""
+    """For each completion the sentences of the functions that failed on it, and the reasons why a function gave it 0
+    although its answer was not found wrong (rewards.base.Zeroed); None if there are none."""
     zeroed: Mapping[str, str] = field(default_factory=dict)
-    """One sentence for each kind of such reasons, by the kind."""
+    """Reasons for a 0 as in `errors`, one sentence for each kind of reason, by the kind."""
     asked: Mapping[str, str] = field(default_factory=dict)
-    """One sentence for each variable that a function looked for, and that is kept from it."""
+    """One sentence for each environment variable that a function looked for and that is withheld from it."""
     logged: list[list[tuple[str, float | None, str | None]]] = field(default_factory=list)
-    """Of each completion what functions told by TRL's hooks: a name, and a number or a text (rewards.base)."""
+    """For each completion what functions passed to TRL's log hooks: (name, number or None, text or None)."""
 
 
 class RewardPool:
-    """Worker processes that score groups. Made once; used from one event loop; closed at the end.
+    """Scores groups with the reward functions of a run, in worker processes. Used from one event loop; must be closed.
 
-    A reward function that hangs, dies or eats memory costs its own group and a new process; groups that were asked for
-    in the same message are scored once more. What it starts itself is killed with it; only if the
-    driver is killed (SIGKILL) may such grandchildren outlive it. These are resource limits, not a security boundary.
+    A reward function that hangs, dies or exhausts its memory fails for its own group, and its process is replaced;
+    other groups of the same message are scored once more. Processes that a function starts are killed together with it;
+    they can survive only if the driver is killed with SIGKILL. These are resource limits, not a security boundary.
     """
 
     def __init__(
@@ -241,10 +254,13 @@ class RewardPool:
         judged: Judging = NOWHERE,
         printed: Path | None = None,
     ) -> None:
-        """`workers`: processes, each making one call at a time, or several of an asynchronous function; none without
-        functions, and nothing is scored then. `memory_bytes`: the most that each may hold. `printed`: the file for what
-        functions print (None: standard error). Raises ValueError without a
-        worker, WrongInput for a variable that is named and not set, and for wrong args of a judge."""
+        """rewards: the reward functions and judges, with their settings. workers: how many processes to start (none are
+        started if `rewards` has only judges). memory_bytes: the memory that each process may hold. judged: see Judging.
+        printed: the file for the output of functions (None: standard error).
+
+        Raises ValueError if workers < 1, WrongInput for an environment variable that is named and not set, and for
+        wrong args of a judge.
+        """
         if workers < 1:
             raise ValueError(f"workers: must be >= 1, got {workers}")
         self.names = resolved_names(rewards)
@@ -256,8 +272,8 @@ class RewardPool:
     async def score(self, group: Group) -> Scores:
         """Scores one group.
 
-        Raises WrongInput if one with `on_error: fail` was not ok. Cancelling it stops the reward functions, once
-        nobody waits for another group of the same message.
+        Raises WrongInput if a function with `on_error: fail` has another status than ok. Cancelling this stops the
+        reward functions, once all other calls of the same messages are cancelled too.
         """
         begin = time.perf_counter()
         verdicts = await self.verdicts(group)
@@ -267,8 +283,8 @@ class RewardPool:
         return self.combine(verdicts, len(group.completions), (time.perf_counter() - begin) * 1e3)
 
     async def verdicts(self, group: Group, places: Sequence[int] | None = None) -> list[Verdict]:
-        """The outcome of each reward function for a group, in the order of the rewards, whatever their `on_error`.
-        places: of those alone."""
+        """Returns the verdict of each reward function on a group, in the order of the rewards, whatever their
+        `on_error`. places: indices of the functions to call (None: all)."""
         size, packed = len(group.completions), pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
         async with asyncio.TaskGroup() as tasks:
             asked = [
@@ -280,7 +296,8 @@ class RewardPool:
         return [task.result() for task in asked]
 
     def combine(self, verdicts: Sequence[Verdict], size: int, ms: float) -> Scores:
-        """The scores of one group of `size`, from the outcomes of all reward functions; they took `ms` milliseconds."""
+        """Makes the Scores of a group of `size` completions from the verdicts of all reward functions, which took `ms`
+        milliseconds."""
         rows = [self._row(verdicts, i) for i in range(size)]
         sentences = {i: self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"}
         why = {f"reward {name!r}: 0: ": v.why for name, v in zip(self.names, verdicts, strict=True) if v.why}
@@ -305,8 +322,8 @@ class RewardPool:
         )
 
     def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, str]:
-        """Reward and status of sample `i`. As in TRL, the sum is over the functions that do not say None (its nansum);
-        unlike there, a completion without any is not given 0."""
+        """Reward and status of completion `i`. As in TRL (nansum), the sum leaves out functions that returned None.
+        Unlike in TRL, a completion that no function scored has no reward instead of 0."""
         said = [
             (reward.weight * value, verdict.status)
             for reward, verdict in zip(self._rewards, verdicts, strict=True)
@@ -324,13 +341,14 @@ class RewardPool:
         )
 
     def sentence(self, i: int, verdict: Verdict) -> str:
-        """For people: which reward function (the i-th), the outcome, the reason, and what to do."""
+        """The sentence for the user about the verdict of the i-th reward function: its name, the status, the reason,
+        and what to do."""
         reward = self._rewards[i]
         label = f"reward {self.names[i]!r}" + (f" ({reward.use})" if reward.use != self.names[i] else "")
         return f"{label}: {verdict.status}: {verdict.problem}. {_ADVICE[verdict.status]}."
 
     def close(self) -> None:
-        """Ends all worker processes, whatever they are doing. Blocks for under a second; may be called twice."""
+        """Kills all worker processes, also busy ones. Blocks for less than a second; may be called twice."""
         self._dispatch.close()
 
     async def __aenter__(self) -> Self:
@@ -346,7 +364,7 @@ class RewardPool:
 
 
 def _call(reward: RewardConfig, name: str, judged: Judging) -> "Function | Judge":
-    """Raises WrongInput."""
+    """Makes what the pool calls for one configured reward. Raises WrongInput."""
     if reward.use == JUDGE:
         from rewards.judge import Judge
 
@@ -361,7 +379,7 @@ def _failed(verdict: Verdict, at: int) -> bool:
 
 
 def _kind(reason: str) -> str:
-    """Its beginning, before what is of this one case."""
+    """The beginning of a reason, which is the same for all completions: the text before the first detail."""
     return re.split(r"[(0-9:;\n]", reason, maxsplit=1)[0]
 
 
@@ -373,32 +391,30 @@ def _arguments(reward: RewardConfig, name: str) -> dict[str, Any]:
     return resolved(reward.args, f"reward {name!r}: args")
 
 
-# Reward functions in a process that is asked by others: generators, of their own node or another.
-
-
 class RewardService(Protocol):
-    """What may be asked of it: the methods that cluster.actor.Actor.call takes at that border."""
+    """The methods that rollout workers, on any node, call in a process that only scores (`cluster.rewards`), by
+    cluster.actor.Actor.call."""
 
     async def score(self, group: Group) -> Scores | str:
-        """As RewardPool.score; the text of WrongInput in place of raising it."""
+        """Scores a group as RewardPool.score does; returns the text of WrongInput instead of raising it."""
 
     async def close(self) -> None:
-        """Ends the reward functions."""
+        """Kills the worker processes."""
 
 
 class RewardServer:
-    """The RewardService of a process: a pool for whoever asks."""
+    """The RewardService in such a process; holds a RewardPool."""
 
     def __init__(
         self, rewards: Sequence[RewardConfig], workers: int, memory_bytes: int, judged: Judging, printed: Path
     ) -> None:
-        """As RewardPool."""
+        """The arguments are those of RewardPool."""
         self._pool = RewardPool(rewards, workers, memory_bytes, judged, printed)
 
     async def score(self, group: Group) -> Scores | str:
         try:
             return await self._pool.score(group)
-        except WrongInput as error:  # its type would be lost on the way
+        except WrongInput as error:  # the caller in another process would get RemoteError instead
             return str(error)
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""One worker process that scores the groups of one message after the other, each message under a deadline; the first
-half is what runs in it.
+"""One worker process of a reward pool: Slot sends it messages of calls, each message under a deadline, and replaces it
+when it dies, hangs or leaks. The first half of the module runs in the worker, the second half beside the pool.
 
-Each slot is a pebble pool of its own, of one process: pebble declares a whole pool broken when an idle worker dies
-(the kernel's out-of-memory killer, say), and here that costs one slot, which is made anew.
+Each Slot is a pebble pool of one process. pebble declares a whole pool broken when an idle worker dies (for example by
+the kernel's out-of-memory killer), so a pool of several processes would lose them all.
 """
 
 import asyncio
@@ -37,18 +37,19 @@ from rewards.call import Verdict, failed
 from rewards.code import process
 from rewards.loader import BUILT_INS, load
 
-# What runs inside a reward process. Only plain values go back: a user's own exception class may not unpickle there.
+# Code that runs in the worker. It returns plain values only: the exception class of a user may not unpickle elsewhere.
 
-_LOADED: dict[str, Reward] = {}  # of this process: one worker serves many groups
+_LOADED: dict[str, Reward] = {}  # by `use`: a worker loads each function once
 
 
-PID_DIGITS, LONGEST = 10, 32  # characters of a mark: of its last part, and in all
-_CHECK_S = 1.0  # between looks at what the process holds
+PID_DIGITS, LONGEST = 10, 32  # characters of the process id at the end of a mark, and of the whole mark
+_CHECK_S = 1.0  # between two readings of the worker's memory, files and threads
 
 
 def start(memory_bytes: int, parent: int, mark: str, printed: str | None) -> None:
-    """Runs first in every worker, for the slot that has it, which finds by `mark` what the functions have started, once
-    this process is no more. printed: the file for what they print (rewards.limits.redirect)."""
+    """Runs first in every worker. parent: the process of the Slot. mark: the beginning of the mark (cluster.machine) by
+    which the Slot finds what the reward functions have started, once this worker has ended. printed: the file for the
+    output of the functions (rewards.limits.redirect_output)."""
     limits.redirect_output(printed)
     confine(memory_bytes, parent)
     limits.overwrite(MARK, f"{mark}{os.getpid():0{PID_DIGITS}}")
@@ -57,29 +58,30 @@ def start(memory_bytes: int, parent: int, mark: str, printed: str | None) -> Non
 def confine(memory_bytes: int, parent: int) -> None:
     """Sets the environment and limits of this process, and makes it end when the process `parent` ends."""
     limits.withhold()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver, which then stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and then ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a loop inside C code too, where no Python handler would run
-    os.setpgrp()  # what a reward function starts is in our group, and is swept away with it
+    os.setpgrp()  # processes that a reward function starts join this group, and are killed with it
     _may_start_processes()
     limits.cap_memory(memory_bytes)
     limit(resource.RLIMIT_CORE, 0)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        # Rewards of several processes at once: a thread pool in each would have them wait for one another.
+        # Several workers compute at the same time: with a thread pool in each they would compete for the cores.
         os.environ.setdefault(name, "1")
     if not end_with_parent(parent):
         os._exit(1)
 
 
 def _may_start_processes() -> None:
-    """Of multiprocessing: to it we are a daemon, which may not. By a fork, since a fresh interpreter does not know the
-    module that a user's file was loaded as (rewards.loader), nor the main module (rollout.env.preload)."""
+    """Allows reward functions to use multiprocessing, which forbids it to daemons such as this process. Its processes
+    are forked, since a fresh interpreter does not know the module that a user's file was loaded as (rewards.loader),
+    nor the main module (rollout.env.preload)."""
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
 
 
 def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, str]:
-    """Loads the reward function once per process, and a built-in's model. Returns our process id, and what was wrong
-    ('' if nothing)."""
+    """Loads the reward function, unless this process has loaded it already, and the model of a built-in. Returns the
+    process id, and what was wrong ('' if nothing)."""
     try:
         with limits.lent(env):
             reward = _loaded(use)
@@ -97,8 +99,8 @@ def prepare(use: str, args: Mapping[str, Any], env: Mapping[str, str]) -> tuple[
 def score(
     use: str, args: Mapping[str, Any], env: Mapping[str, str], group: bytes, timeout_s: float | None = None
 ) -> call.Verdict:
-    """Scores a pickled Group, unpickled here so that a failure to unpickle is an exception and not a dead pipe.
-    timeout_s: after which this process is ended."""
+    """Scores a pickled Group. It is unpickled here, so that a failure to unpickle is an exception and does not break
+    pebble's pipe. timeout_s: the Slot kills this process after so many seconds."""
     with limits.answering(timeout_s):
         return scores([(use, args, env, group)], None)[0]
 
@@ -106,8 +108,8 @@ def score(
 def scores(
     asked: Sequence[tuple[str, Mapping[str, Any], Mapping[str, str], bytes]], timeout_s: float | None
 ) -> list[call.Verdict]:
-    """What `score` says of each, in order. Calls of one asynchronous function that stand together are made at once,
-    each within timeout_s."""
+    """Makes the calls of one message, each (use, args, env, pickled group), and returns their verdicts in order.
+    Adjacent calls of one asynchronous function run at the same time, each within timeout_s."""
     found = []
     with limits.answering(timeout_s):
         for (use, args, env), together in groupby(asked, key=lambda one: one[:3]):
@@ -119,14 +121,15 @@ def scores(
 
 
 class _Held:
-    """What this process holds: whether it is leaking, so that a fresh one had better take its place."""
+    """Watches whether this process leaks memory, files or threads, so that the Slot can replace it."""
 
     def __init__(self) -> None:
-        self._begun: limits.Usage | None = None  # after the first message that it answered
+        self._begun: limits.Usage | None = None  # after the first message without a failure for lack of memory
         self._looked = 0.0
 
     def told(self, verdicts: list[call.Verdict]) -> list[call.Verdict]:
-        """The verdicts of one message: `spent` where a leak is to blame, and the last one where there is a leak."""
+        """Returns the verdicts of one message with `spent` set where a leak caused the failure. If there is a leak and
+        no such failure, the last verdict is marked; without a leak none is."""
         failed = any(verdict.spent for verdict in verdicts)
         if failed or time.monotonic() - self._looked >= _CHECK_S:
             self._looked = time.monotonic()
@@ -135,10 +138,11 @@ class _Held:
         return [replace(verdict, spent=False) if verdict.spent else verdict for verdict in verdicts]
 
     def _leaks(self, failed: bool) -> bool:
-        """failed: something had no room just now; where little is taken it was one call alone that wanted too much."""
+        """failed: a call of this message lacked memory, files or threads. If the process uses little all the same, that
+        call alone wanted too much, and nothing leaks."""
         try:
             now = limits.memory_usage()
-        except OSError:  # no file is left to look with
+        except OSError:  # the process cannot open another file
             return self._begun is not None
         if self._begun is None:
             self._begun = None if failed else now
@@ -162,14 +166,15 @@ _HINTS = {
     signal.SIGKILL: "; the kernel kills so when the machine is out of memory",
     signal.SIGABRT: "; libraries abort so when they get no memory, and rollout.process_memory is the cap",
 }
-TOLD_S = 1.0  # for a message to tell which of its calls were late
-SWEEP_S = 1.0  # for what it has started to end
+TOLD_S = 1.0  # a message of several calls gets this beyond timeout_s, to report which of them were late
+SWEEP_S = 1.0  # for the processes that a dead worker has started to end
 START_S = 60.0  # for a process to start, and again for a reward function to load
 
 
 @dataclass(frozen=True)
 class Call:
-    """One reward as a worker is asked for it."""
+    """One configured reward function, as a worker loads and calls it: `use`, `args` and `timeout_s` of the
+    configuration (rewards.config)."""
 
     use: str
     args: Mapping[str, Any]
@@ -179,7 +184,7 @@ class Call:
 
 
 class ScoreCall(NamedTuple):
-    """What a worker is asked: a call on a pickled group of `size` samples."""
+    """One call in a message: the reward function and a pickled group of `size` completions."""
 
     call: Call
     group: bytes
@@ -187,20 +192,19 @@ class ScoreCall(NamedTuple):
 
 
 class Slot:
-    """One worker process, replaced whenever it dies. Used by one caller at a time."""
+    """One worker process, which is replaced whenever it dies. Used by one caller at a time."""
 
     def __init__(self, memory_bytes: int, starter: ThreadPoolExecutor, printed: Path | None = None) -> None:
-        """`starter`: starts the processes; its thread must live as long as the slot. When the *thread* that started a
-        process ends, the kernel takes that for the end of the parent, and PDEATHSIG would kill the worker. printed:
-        as of RewardPool."""
+        """starter: its thread starts the processes and must live as long as the Slot, since the kernel sends PDEATHSIG
+        when the *thread* that started a process ends. memory_bytes, printed: see RewardPool."""
         self._memory_bytes, self._printed = memory_bytes, printed
         self._starter = starter
         self._closed = False
         self._running: Future[Any] | None = None
         self._pid: int | None = None
-        self._loaded: list[Call] = []  # by the process of that pid
-        self._mark = uuid.uuid4().hex[: LONGEST - PID_DIGITS]  # of all that its processes start, before their number
-        os.environ.setdefault(MARK, "0" * LONGEST)  # in whose place a process writes its own (start)
+        self._loaded: list[Call] = []  # what the process _pid has loaded
+        self._mark = uuid.uuid4().hex[: LONGEST - PID_DIGITS]  # the beginning of the mark of each worker of this Slot
+        os.environ.setdefault(MARK, "0" * LONGEST)  # a worker overwrites this value, of the same length, by its mark
         self._pool = self._start()
 
     def _start(self) -> ProcessPool:
@@ -210,17 +214,18 @@ class Slot:
             initargs=(self._memory_bytes, os.getpid(), self._mark, self._printed and str(self._printed)),
             context=multiprocessing.get_context("spawn"),
         )
-        self._starter.submit(lambda: pool.active).result()  # asking a new pool whether it is active starts it
+        self._starter.submit(lambda: pool.active).result()  # reading `active` starts a new pool
         return pool
 
     def preload(self, call: Call) -> None:
-        """Has the worker load it in the background. What goes wrong is said when it is first asked to score."""
+        """Makes the worker load a reward function in the background. A failure is reported by the first `scores`."""
         self._pool.schedule(prepare, args=(call.use, call.args, call.env), timeout=START_S)
 
     async def scores(self, asked: Sequence[ScoreCall]) -> list[Verdict] | None:
-        """The verdicts of these calls. Several of them are expected to be quick, or to wait at once. They have one
-        message and its deadline: None if that fails, whichever of them is to blame. Each is then told when it is asked
-        for by itself. One that was cancelled as late has the status timeout, and its process lives on."""
+        """Sends these calls in one message and returns their verdicts. Several calls must have one timeout_s, the
+        deadline of the message. None if a message of several fails, whichever call is the cause: the caller then asks
+        for each call by itself. An asynchronous call that was cancelled as late has the status timeout, and its process
+        lives on."""
         if len(asked) == 1:
             verdict = await self._score(*asked[0])
             if verdict.spent:
@@ -246,23 +251,23 @@ class Slot:
         return None
 
     async def _score(self, call: Call, group: bytes, size: int) -> Verdict:
-        """Within `call.timeout_s` seconds; loading is not charged."""
+        """Scores one group within `call.timeout_s` seconds, without the time for loading."""
         death = ""
-        for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
+        for _ in range(2):  # the worker may have died while idle, which is no fault of this reward function
             if call not in self._loaded and (problem := await self._prepare(call)):
                 return failed("error", size, problem)
             try:
                 verdict = await self._answer(call, group, size)
                 if not verdict.spent or verdict.status != "error":
                     return verdict
-                await self._replace()  # what this call lacked, others before it have taken
+                await self._replace()  # earlier calls have leaked what this call lacked
             except BrokenProcessPool as error:
                 self._sweep()
                 death = _death(error)
         return failed("error", size, f"its process died: {death}") if death else verdict
 
     async def _replace(self) -> None:
-        """By a fresh process, which loads what this one had."""
+        """Replaces the worker by a fresh process, which loads the same functions."""
         calls = list(self._loaded)
         log.warning("a reward process has no memory, files or threads left, or soon will not; a fresh one replaces it")
         await asyncio.to_thread(self._restart)
@@ -270,8 +275,8 @@ class Slot:
             self.preload(loaded)
 
     async def _answer(self, call: Call, group: bytes, size: int) -> Verdict:
-        """Of a process that has loaded the reward. Raises BrokenProcessPool where that ended before pebble had noted
-        that it took the task."""
+        """Scores one group in a worker that has loaded the function. Raises BrokenProcessPool if the worker ended
+        before pebble had noted that it took the task."""
         try:
             verdict = await self._run(score, (call.use, call.args, call.env, group, call.timeout_s), call.timeout_s)
         except TimeoutError:
@@ -283,9 +288,9 @@ class Slot:
         return failed("error", size, "the reward pool was closed before it answered") if verdict is None else verdict
 
     async def _prepare(self, call: Call) -> str:
-        """Brings up a worker that has loaded the reward. Returns what went wrong, or ''."""
+        """Makes the worker, a fresh one if need be, load the function. Returns what went wrong, or ''."""
         death = ""
-        for _ in range(2):  # a worker that died while idle is found dead here; that is no fault of this reward function
+        for _ in range(2):  # the worker may have died while idle, which is no fault of this reward function
             if not self._closed and not self._pool.active:
                 await asyncio.to_thread(self._restart)
             try:
@@ -309,8 +314,8 @@ class Slot:
         return death
 
     async def _run(self, function: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> T | None:
-        """None: it was closed. Raises TimeoutError, ProcessExpired or BrokenProcessPool. Cancelling it kills the
-        worker's task."""
+        """Calls a function in the worker; None if the Slot was closed. Raises TimeoutError, ProcessExpired or
+        BrokenProcessPool. Cancelling this kills the worker."""
         if self._closed:
             return None
         try:
@@ -319,10 +324,11 @@ class Slot:
             raise BrokenProcessPool(str(error)) from error
         waiting = asyncio.wrap_future(self._running)
         try:
-            # pebble's clock starts when the worker takes the task; ours also sees a worker that never does.
+            # pebble's clock starts when the worker takes the task; this one also ends the wait for a worker that never
+            # takes it.
             async with within(timeout_s + START_S) as limit:
                 await asyncio.wait([waiting])
-            # close() cancels what pebble leaves unanswered; what pebble breaks off is answered with an exception.
+            # close() ends a task in one of two ways: the future is cancelled, or pebble sets an exception.
             if waiting.cancelled() or (self._closed and waiting.exception() is not None):
                 return None
             answer: T = waiting.result()
@@ -330,11 +336,11 @@ class Slot:
         except TimeoutError:
             if limit.expired():
                 await asyncio.to_thread(self._restart)
-            elif limit.stood_still():  # and pebble's clock, that on the wall, went on
+            elif limit.stood_still():  # pebble counts wall-clock time, also while this process was stopped
                 raise BrokenProcessPool("its time was over while this process stood still") from None
             raise
         except asyncio.CancelledError:
-            self._loaded.clear()  # pebble ends the process
+            self._loaded.clear()  # pebble kills the process
             raise
         finally:
             waiting.cancel()
@@ -346,10 +352,10 @@ class Slot:
             self._pool = self._start()
 
     def _sweep(self) -> None:
-        """Kills what the dead worker's reward functions started and left behind, in whatever session, and wipes the
-        folders of code that it ran."""
+        """Kills what the dead worker's reward functions have started, in any session, and removes the folders of code
+        that it ran."""
         if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # nothing was left
+            with contextlib.suppress(ProcessLookupError):  # no process of the group is left
                 os.killpg(self._pid, signal.SIGKILL)
         sweep(partial(orphans, self._mark), SWEEP_S)
         process.sweep()
@@ -357,7 +363,7 @@ class Slot:
         self._loaded.clear()
 
     def close(self) -> None:
-        """Ends the worker whatever it is doing, and tells who waits for it. Blocks for about 0.2 s."""
+        """Kills the worker, also a busy one, whose call then fails. Blocks for about 0.2 s."""
         self._closed = True
         _stop(self._pool)
         self._sweep()
@@ -378,7 +384,7 @@ def _quicker(use: str) -> str:
 
 def _death(error: ProcessExpired | BrokenProcessPool) -> str:
     code = getattr(error, "exitcode", None)
-    if code is None:  # it was dead before pebble had noted that it took the task
+    if code is None:  # the worker died before pebble had noted that it took the task
         return "it ended too soon for its exit code to be seen"
     if code >= 0:
         return f"exit code {code}"

@@ -1,5 +1,6 @@
-"""The modules of files that are named by their path: `cluster.by_path.<name>` is a file, or a package's folder, in any
-interpreter that has this package. A fresh one, of a pool that spawns, imports a function's module by its name alone."""
+"""Imports a user's file by its path: the module `cluster.by_path.<name>`, whose name has the path in it, is a file or
+the folder of a package. The name can be imported in any interpreter that has this package, for example in the fresh
+interpreters of a process pool, which import a function's module by its name alone."""
 
 import importlib.util
 import re
@@ -15,8 +16,8 @@ BEGIN = f"{__name__}."
 
 
 def name_of(path: Path) -> str:
-    """Of the module of a file, or of a package's folder: two files may be called rewards.py, and neither may hide a
-    package of that name. path: absolute."""
+    """The module name of a file or of a package's folder; path: absolute. It has the whole path, since two files may be
+    called rewards.py, and neither may hide the package of that name."""
     return f"{BEGIN}{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{bytes(path).hex()}"
 
 
@@ -25,7 +26,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         last = fullname.removeprefix(BEGIN)
-        if last == fullname or "." in last:  # of a package's inner modules Python finds the rest
+        if last == fullname or "." in last:  # Python itself finds the modules inside a package
             return None
         place = Path(bytes.fromhex(last.rpartition("_")[2]).decode("utf-8", "surrogateescape"))
         if not place.is_dir():

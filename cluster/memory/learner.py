@@ -1,11 +1,12 @@
-"""The memory model of the learner: what it holds, in bytes, by part. Pure functions of a shape and settings. What a
-generator holds is in cluster.memory.generator.
+"""The memory model of the learner for the planner: pure functions that give the bytes that a learner rank holds, by
+part, from the model's shape and the settings (learner_bytes).
 
-Letters: L layers; n adapter weights; b bytes per element of the base's type; N tokens of the largest micro-batch, h
-hidden, V vocabulary.
+What torch keeps between two steps follows from types and counts (learner_static). A step adds the sum of what each
+layer keeps for its backward pass and the most that one place of the pass takes besides (step_bytes, from tables of
+terms). A divided base and a push of whole weights have sections of their own.
 
-What torch keeps between two steps follows from types and counts. What a step takes on top is a sum of what each layer
-keeps and a maximum over the places where it can be highest; the functions below list what they are made of.
+Letters: n trained weights; b bytes per element of the base's type; N tokens of the largest micro-batch; h hidden and f
+feed-forward width; V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,27 +26,25 @@ from cluster.memory.shape import (
     base_bytes,
 )
 
-# How a learner trains, and on what, as far as it matters for memory.
-
 ReferenceKind = Literal["none", "auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """Tokens of the largest micro-batch."""
+    """The largest micro-batch, as counts of tokens."""
 
-    tokens: int  # N
-    completion: int  # C
-    keys: int  # S
+    tokens: int  # N: all packed tokens
+    completion: int  # C: completion tokens
+    keys: int  # S: keys that its completions attend to; a shared prompt counts once per completion
 
     @classmethod
     def of(cls, prompt: int, completion: int, generations: int, budget: int) -> "Micro":
-        """The micro-batch that fills the budget, or holds one completion if that is longer, packed as learner.batch
-        does it, with prompts and completions at their greatest length. A group beyond the budget is split, and its
-        prompt is repeated in every part.
+        """The micro-batch that fills the token budget, or holds one completion if that is longer, with prompts and
+        completions of maximal length, packed as by learner.batch: a group beyond the budget is split, and each part
+        repeats the prompt.
 
-        No micro-batch has more tokens, but it may have more keys: 1 + prompt / (tokens of a completion) per token, so
-        completions that end early under long prompts have more, up to 1 + generations. If those do not fit, the step is
+        No micro-batch has more tokens, but one may have more keys: a token has 1 + prompt / (tokens of a completion)
+        keys, up to 1 + generations, so short completions of long prompts have more. If they do not fit, the step is
         retried with half the budget.
         """
         own = max(completion - 1, 1)
@@ -58,7 +57,7 @@ class Micro:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """How a learner trains, as far as it matters for memory."""
+    """The settings of a learner that its memory depends on."""
 
     mode: Literal["lora", "full"] = "lora"
     push: Literal["adapter", "merged"] = "adapter"
@@ -68,47 +67,47 @@ class Learning:
     base: Literal["none", "nf4"] = "none"
     optimizer: OptimizerKind = "adamw"
     checkpointing: Checkpointing = "full"
-    frozen_ranks: tuple[int, ...] = ()  # of the adapters of the reference and of reward models
-    reference: ReferenceKind = "none"  # of mode full: a second set of weights
-    offload: bool = False  # boundaries of checkpointing=full in host memory
+    frozen_ranks: tuple[int, ...] = ()  # LoRA ranks of the adapters of the reference and of reward models
+    reference: ReferenceKind = "none"  # a second set of weights; only with mode full
+    offload: bool = False  # whether checkpointing=full keeps the inputs of layers in host memory
     cuda: bool = True
-    value_rank: int = 0  # of PPO's value, an adapter on the same targets; 0: there is none
-    exact: bool = False  # learner.reduce: gradients are added in two float64 parts
-    undo: bool = False  # of several ranks each keeps in main memory what its step began with
-    ranks: int = 1  # over which the base is divided (memory.layout: sharded)
-    fused: bool = True  # norms and MLPs as operations of learner.model.fusion, which other learners have not
+    value_rank: int = 0  # LoRA rank of PPO's value, an adapter on the same targets; 0: there is no value
+    exact: bool = False  # learner.reduce: exact, which adds gradients in two float64 parts
+    undo: bool = False  # whether each of several ranks keeps in main memory the state before its step
+    ranks: int = 1  # ranks over which the base is divided (memory.layout: sharded)
+    fused: bool = True  # whether norms and MLPs are operations of learner.model.fusion, and not transformers' own
 
     def keeps_floats(self, shape: Shape) -> bool:
-        """Whether norms keep float32 copies of their inputs: transformers' own do, and Gemma's are never fused."""
+        """Whether norms keep float32 copies of their inputs: transformers' norms do, and Gemma's are never fused."""
         return shape.gemma or not self.fused
 
     @property
     def segments(self) -> bool:
-        """Whether a card's attention goes segment by segment, with each key once for each query head. FlashAttention
-        takes neither float32 nor a card below compute capability 8, whose type of 16 bits is float16: with that type on
-        a newer card the plan is too large."""
+        """Whether attention on a GPU runs segment by segment, with each key repeated for each query head.
+        FlashAttention needs 16 bits and compute capability 8. Older GPUs train in float16, so float16 is taken as a
+        sign of one; on a newer GPU the plan is then too large."""
         return self.cuda and self.dtype != "bfloat16"
 
     def keeps_gates(self, shape: Shape) -> bool:
-        """Whether MLPs keep their gate's activation: all but the SwiGLU of a card."""
+        """Whether MLPs keep the activation of their gate: only the fused SwiGLU on a GPU does not."""
         return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda
 
 
-# The memory model of a learner's base that is divided among its ranks (memory.layout: sharded). Pure functions.
+# A base that is divided among the learner's ranks (memory.layout: sharded).
 
-LAYERS = 3  # that are whole at once: the one at work, the next, gathered meanwhile, and the buffer that it arrives in
-FILE_BYTES = 2**30  # of this rank's rows that a checkpoint of a whole model writes at once
+LAYERS = 3  # layers that are whole at the same time: the current one, the next, and the buffer that it arrives in
+FILE_BYTES = 2**30  # bytes of a rank's rows that a checkpoint of a whole model writes to one file
 
 
 def divided_params(shape: Shape, ranks: int) -> int:
-    """Weights that one rank has: its rows of all matrices, and a tied embedding, which stays whole."""
+    """Weights that one rank has: its rows of all matrices, and the whole of a tied embedding."""
     return _whole(shape) + -(-(shape.params - _whole(shape)) // ranks)
 
 
 def sharded_base_bytes(shape: Shape, b: int, ranks: int) -> Parts:
-    """Of one rank, of a base that is frozen; b: bytes per element.
+    """Bytes of one rank's part of a frozen base, with what is gathered. b: bytes per element.
 
-    gathered: the most that is whole for a while, of layers, or an embedding and the buffer that it arrives in.
+    gathered: the larger of LAYERS whole layers, and an embedding with the buffer that it arrives in.
     """
     embedding = b * shape.vocab * shape.hidden
     return {
@@ -118,11 +117,12 @@ def sharded_base_bytes(shape: Shape, b: int, ranks: int) -> Parts:
 
 
 def sharded_training_bytes(shape: Shape, b: int) -> Parts:
-    """Of one rank, of a base that is trained, beside float32 masters, gradients and states of divided_params.
+    """Bytes of one rank of a base that is trained, without the float32 masters, gradients and optimizer states of its
+    divided_params.
 
-    weights: the copy in model.dtype of a tied embedding; that of all others is gathered. gathered: as above, and of
-    what is behind it in the backward pass, twice, the gradient in model.dtype and in float32, which the ranks sum. That
-    of a head apart stays in float32 to the end of the pass.
+    weights: the copy of a tied embedding in model.dtype; the copies of other weights are gathered. gathered: as in
+    sharded_base_bytes, and for two layers of the backward pass the gradients in model.dtype and in float32, which the
+    ranks sum. The gradient of an untied head stays in float32 to the end of the pass.
     """
     embedding = shape.vocab * shape.hidden
     apart = 0 if shape.tied else embedding
@@ -141,28 +141,26 @@ def _layer(shape: Shape) -> int:
     return (shape.params - embeddings) // shape.layers
 
 
-# What a push of whole weights takes (learner.push: merged; learner.mode: full), in bytes. Pure functions.
-#
-# What travels is host memory: on CUDA no plan of a card counts it, on a CPU it is of the memory that both roles have.
-# An adapter's own bytes are not counted.
+# A push of whole weights (learner.push: merged; learner.mode: full). The pushed weights are in main memory: on CUDA no
+# plan of a GPU counts them, on a CPU they are part of the memory of both roles. A pushed adapter is not counted.
 
 BLOCKS = (
     tuple(LINEAR)[:4],
     tuple(LINEAR)[4:],
-)  # attention, feed-forward: a block is sent whole (learner.model.policy)
-# On a CPU, as multiples of what is sent, by the growth of the resident sets (python -m benchmarks whole_push). Learner:
-# the file that generators read, with room for two policies, of which it maps one (1.0); through the object store its
-# own bytes and the store's pages of this push and of the one before, which is still held (3.4 with 75 MB). Generator
-# (1.4 and 1.9): its view, and vLLM's copies of the layer that it is loading.
+)  # attention and feed-forward; learner.model.policy sends either all linear weights of a block or none
+# Copies on a CPU, as multiples of the pushed bytes, by the growth of resident sets (python -m benchmarks whole_push).
+# Learner: the file that generators read has room for two policies, of which the learner maps one (1.0). Through the
+# object store there are the learner's own bytes, and the store's pages of this push and of the push before (3.4 with 75
+# MB). Generator (1.4 and 1.9): its view, and vLLM's copies of the layer that is being loaded.
 FILE_COPIES, STORE_COPIES, GENERATOR_COPIES = 2, 3, 2
-# Of a generator of several processes: the view of the one that asks them, which hashes the weights (estimate). Where
-# they come through the object store it is a copy, in which the others find them (rollout.vllm.policies).
+# A generator of several processes: the view of its main process, which hashes the weights (estimate). If the weights
+# come through the object store the view is a copy, from which the other processes read (rollout.vllm.policies).
 SHARDS_COPIES = 1
 
 
 def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b: int) -> int:
-    """The whole model; or the linear weights of the blocks that the adapter touches; 0 for an adapter. b: bytes of an
-    element."""
+    """Bytes of the weights of one push: the whole model with mode full, the linear weights of the BLOCKS that the
+    adapter targets with push merged, 0 with push adapter. b: bytes of an element."""
     if mode == "full":
         return b * shape.params
     if push == "adapter":
@@ -172,33 +170,30 @@ def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b
 
 
 def learner_copies(*, undo: bool) -> int:
-    """Of several ranks that are replaced one by one, what one has sent must outlive it: it goes to the object store."""
+    """Copies of a push that the learner holds. With several ranks (undo), which are replaced one by one, a push must
+    outlive the rank that sent it, so it goes through the object store."""
     return STORE_COPIES if undo else FILE_COPIES
 
 
 def merging_bytes(shape: Shape) -> int:
-    """One matrix at a time is float32 where it lies, before it is rounded and travels."""
+    """Bytes that merging an adapter takes: the largest matrix in float32, since one matrix at a time is merged in
+    float32, rounded and sent."""
     return 4 * max(i * o for i, o in map(shape.linear, LINEAR))
 
 
-# What a learner holds between two steps, in bytes, by part.
-
-
 def learner_static(shape: Shape, learning: Learning) -> Parts:
-    """What is alive between two steps.
+    """The bytes that a learner rank holds between two steps, by part.
 
-    weights: b per parameter; nf4 as in cluster.memory.shape.
-    adapters: LoRA, b n that the model computes with and 4 n float32 masters (one and the same in float32), and b for
-      each weight of a frozen adapter, on the same targets. Full fine-tuning: 4 n masters with adamw; the other
-      optimizers round (see learner.trainer.optimizer). PPO's value: the same again of its own n and of a
-      float32 head of h.
-      In shards (memory.layout: sharded) 4 n masters, n being this rank's.
-    gradients: 4 n, of the masters; b n without masters. Exact sums (learner.trainer.optimizer) take another 16 n.
-    optimizer: AdamW two float32 states, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256. Paged states lie
-      in host memory when the device is full.
-    reference: of full fine-tuning with beta > 0 (learner.model.reference, in shards
-      learner.model.reference).
-    undo: on a CPU (see undo_bytes).
+    weights: the base, b per parameter; nf4 see cluster.memory.shape.base_bytes.
+    adapters: with LoRA b n for the model and 4 n for float32 masters (in float32 the two are one), and b per weight of
+      each frozen adapter. With full fine-tuning 4 n masters for adamw in 16 bits, and always if the base is divided
+      (n is then that of the rank); other optimizers have none and round (learner.trainer.optimizer). PPO's value: the
+      same for its adapter, and a float32 head of h weights.
+    gradients: 4 n, or b n without masters; exact sums (learner.trainer.optimizer) take another 16 n.
+    optimizer: AdamW's two float32 moments, 8 n; in 8 bits (2110.02861) 2 n and a float32 scale per 256 values. Paged
+      moments may lie in host memory and count 0.
+    reference: of full fine-tuning with beta > 0 (learner.model.reference).
+    undo: on a CPU only, see undo_bytes.
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)
@@ -230,27 +225,29 @@ def _base(shape: Shape, learning: Learning, b: int) -> Parts:
 
 
 def undo_bytes(n: int, optimizer: OptimizerKind) -> int:
-    """Of main memory: masters and states of n weights as they were when a step began (learner.ranks.rank)."""
+    """Bytes of main memory that keep the masters and moments of n weights as they were before a step
+    (learner.ranks.rank)."""
     return (4 + STATE_BYTES[optimizer]) * n
 
 
 def value_params(shape: Shape, rank: int, targets: tuple[str, ...]) -> tuple[int, int]:
-    """Weights of the head and of the adapter of PPO's value; rank 0: there is none."""
+    """(weights of the head, weights of the adapter) of PPO's value; (0, 0) if its LoRA rank is 0."""
     return (shape.hidden if rank else 0), shape.lora_params(rank, targets)
 
 
 def trained_params(shape: Shape, learning: Learning) -> int:
-    """n: weights of the adapter, or of the model, those that this rank has."""
+    """n: the trained weights of one rank, those of the adapter or of the rank's part of the model."""
     if learning.mode == "lora":
         return shape.lora_params(learning.rank, learning.targets)
     return divided_params(shape, learning.ranks)
 
 
 def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> int:
-    """b per parameter that this rank has: a pass gathers less than one that trains.
+    """Bytes of a rank's reference model: b per parameter of the rank's part. (Its forward pass gathers less than a
+    training step does.)
 
-    int8, of one rank: a byte for each linear weight of the layers, and b for the scale of each of their rows; one
-    matrix at a time is multiplied out, in a pass that keeps nothing else, which is far below the step's peak.
+    int8, without division among ranks: a byte per linear weight of the layers, and b per row for the row's scale. Each
+    matrix is dequantised in turn, in a pass that keeps nothing else and stays far below the step's peak.
     """
     if kind == "none":
         return 0
@@ -260,21 +257,23 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
     return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows
 
 
-# What a step of the learner holds, term by term: how many bytes, of what, and which tensors they are.
+# Tables of terms: what a step of the learner holds.
 #
-# A unit is a product of letters. N tokens of the largest micro-batch, C of them completion tokens, R of these in a tile
-# of the head, S keys that its completions attend to (a shared prompt once per completion); h hidden, f feed-forward, q
-# all query heads, k all key heads (or value heads), in elements; rank: of the adapter, times its targets. Letters that
-# stand for a kind of model or of training are 0 or 1, unless a comment says otherwise.
+# A term is a number of bytes times a unit, which is a product of letters (values: `letters`). N: tokens of the largest
+# micro-batch. C: its completion tokens. R: completion tokens in a tile of the head. S: keys that its completions attend
+# to (a shared prompt once per completion). h, f, q, k: width of the hidden states, of the feed-forward block, of all
+# query heads, of all key heads (also of all value heads), in elements. rank: LoRA rank times the number of targets.
+# Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
 #
-# Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound.
-# Sources: what autograd saves, read from the operations; `measured` from learner.tools.meta_run, the real step on
-# tensors without content, to which tests/cluster/memory/test_learner.py holds the sums within 2 % of the peak.
+# Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
+# are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
+# the real step on tensors without data. tests/cluster/memory/test_learner.py checks that the sums are within 2 % of its
+# peak.
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Bytes of a unit, and what they are."""
+    """A summand of a table. bytes: factor of the unit. unit: letters, multiplied. source: which tensors these are."""
 
     bytes: float
     unit: str
@@ -309,7 +308,7 @@ KEPT_MLP = (
     Term(2, "N f keeps_gates", "the gate's activation, where it is no operation of a card"),
 )
 
-# What the backward pass of a block takes beside what its layer keeps, where the whole layer was computed twice.
+# What the backward pass of a block takes besides what its layer keeps, if the whole layer is recomputed.
 AGAIN_MLP = (
     Term(2, "N f", "gradient of the product; those of gate and up take their place"),
     Term(2, "N f keeps_gates", "gradients of gate and up, less what is freed; measured"),
@@ -317,7 +316,7 @@ AGAIN_MLP = (
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
 )
-AGAIN_LAST_NORM = (  # at least, where a norm follows the block
+AGAIN_LAST_NORM = (  # a lower bound for AGAIN_MLP in models with a norm behind the block
     Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
     Term(1100, "N gemma", "measured"),
 )
@@ -328,7 +327,7 @@ AGAIN_ATTENTION = (
     Term(4, "S k", "gradients of the gathered keys and values"),
     Term(4, "S q grouped", "FlashAttention expands keys and values to one per query head (mha_varlen_bwd)"),
 )
-# The same where only the MLP is computed twice.
+# What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
 AGAIN_MLP_ALONE = (
     Term(2, "N f", "as above"),
     Term(2, "N f keeps_gates", "as above"),
@@ -336,7 +335,7 @@ AGAIN_MLP_ALONE = (
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
 )
 
-# The top of the model.
+# The last norm, and the head (learner.model.logprob).
 LAST_NORM = (
     Term(4, "N h", "what the last norm keeps, and the gradient of its input"),
     Term(16, "N h keeps_floats", "float32 temporaries of its backward pass; measured"),
@@ -345,7 +344,8 @@ HEAD = (
     Term(0.5, "N h", "measured"),
     Term(4, "C h", "a completion token's state, and its Jacobian"),
 )
-# learner.model.logprob: a tile of R completion tokens and 8192 words, in the same bytes whatever the base's type.
+# A tile of the head has R completion tokens and 8192 words of the vocabulary; its bytes do not depend on the base's
+# type.
 HEAD_ROWS, HEAD_ROWS_ON_CARD = 512, 2048
 HEAD_TILE_ON_CARD = (
     Term(6 * 8192, "R", "logits in float32, and their weights in 16 bits"),
@@ -356,7 +356,7 @@ HEAD_TILE = (
     Term(4 * 8192, "R", "the weights in float32 again: no product of a CPU takes 16 bits and gives 32"),
     Term(4 * 8192, "h", "the head's rows in float32, for the same reason"),
 )
-HEAD_TRAINED = 8 * 8192  # times h: one tile of the head's gradient in float32, and what a tile of tokens adds to it
+HEAD_TRAINED = 8 * 8192  # times h: a tile of the head's gradient in float32, and the summand of a tile of tokens
 
 
 def letters(
@@ -372,7 +372,7 @@ def letters(
     keeps_gates: bool,
     segments: bool,
 ) -> Mapping[str, float]:
-    """The value of each letter of a unit; `lora_rank` times the number of its targets."""
+    """The value of each letter of a unit. lora_rank: LoRA rank times the number of targets."""
     wide, narrow = shape.norms
     w = shape.widths
     return {
@@ -380,8 +380,8 @@ def letters(
         "h": w["hidden"], "f": w["ffn"], "q": w["q"], "k": w["kv"],
         "heads": shape.heads, "kv_heads": shape.kv_heads,
         "rank": lora_rank,
-        "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that norms of a layer multiply
-        "further_norms": wide - 2,  # their number
+        "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that a layer's norms multiply
+        "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": not full, "full": full, "gemma": wide > 2, "head_norms": narrow > 0, "grouped": w["kv"] != w["q"],
         "segments": segments, "repeated": segments and w["kv"] != w["q"],
         "keeps_floats": keeps_floats, "keeps_gates": keeps_gates,
@@ -389,20 +389,21 @@ def letters(
 
 
 def bytes_of(terms: Sequence[Term], values: Mapping[str, float]) -> int:
-    """Their sum."""
+    """The sum of the terms, rounded to bytes."""
     return round(sum(term.bytes * prod(values[letter] for letter in term.unit.split()) for term in terms))
 
 
-FRAGMENTATION = 0.04  # of what a step takes: blocks that the caching allocator cannot join; 3 to 10 % is usual
-# On a CPU a role is a process, its memory the resident set. Measured on Linux (two cores, torch 2.13, vLLM 0.32) with
-# the models of examples/: what there is before a model; what first use adds; and what malloc keeps of a step.
+FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching allocator cannot join; 3 to 10 % is usual
+# On a CPU the memory of a role is the resident set of its process. Measured on Linux (two cores, torch 2.13, vLLM 0.32)
+# with the models of examples/: bytes before a model is loaded, bytes that the first use of torch adds, and the share of
+# a step's bytes that malloc keeps.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
 WIDENED_ROWS = 1024  # learner.model.lora.TILE, which the driver cannot import: it loads no torch
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
-    """What the learner holds at its highest, by part; their sum is what the device must have for it."""
+    """The bytes that a learner rank holds at its peak, by part; the device must have their sum for it."""
     static, step = learner_static(shape, learning), step_bytes(shape, learning, micro)
     lost = round((FRAGMENTATION if learning.cuda else MALLOC) * sum(step.values()))
     sent = pushed_bytes(shape, learning.mode, learning.push, learning.targets, DTYPE_BYTES[learning.dtype])
@@ -411,25 +412,26 @@ def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
 
 
 def learner_context(*, cuda: bool) -> int:
-    """What the learner's process has before it holds a tensor. It is no part of memory.learner: the limit counts
-    tensors on CUDA, and on a CPU the growth from there on (learner.trainer.memory_limit)."""
+    """Bytes of the learner's process before it holds a tensor. The learner's limit does not include them: it counts
+    tensors on CUDA, and the growth from then on on a CPU (learner.trainer.memory_limit)."""
     return CONTEXT if cuda else LEARNER_PROCESS
 
 
 def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
-    """What a step takes on top: `checkpoints` (inputs of layers that are computed twice), `activations` (what the other
-    layers keep) and `live` (the most that one place takes beside them, the tile of the head or the layer at work).
+    """The bytes that a step adds at its peak, by part.
 
-    The peak lies in the last layers, where the backward pass begins; with checkpointing=k possibly in layer k, too.
-    `update`: what comes beyond that when the activations are gone. With float32 masters of a 16-bit model, all of this
-    micro-batch's gradients, b n, at the end of the backward pass; fused AdamW takes nothing. Without masters, 6 bytes
-    per weight of the largest matrix: it and the random bits in float32's size, less its gradient. Where a push is
-    merged, that matrix in float32.
+    checkpoints: inputs of the layers that are recomputed. activations: what the other layers keep. live: the most that
+      one place takes besides, the tile of the head or the current layer. The peak is in the last layers, where the
+      backward pass begins; with checkpointing=k it can also be in layer k.
+    update: what the optimizer step or the push takes beyond that peak, when there are no activations. With float32
+      masters of a 16-bit model these are all gradients of a micro-batch, b n, at the end of the backward pass (fused
+      AdamW takes nothing). Without masters they are 6 bytes per weight of the largest matrix: the matrix and random
+      bits in the size of float32, less its gradient. A merged push takes the largest matrix in float32.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     layer = kept_attention + kept_mlp
     boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
-    norm = boundary * (2 if learning.keeps_floats(shape) else 1)  # its input, in float32 if it is not fused
+    norm = boundary * (2 if learning.keeps_floats(shape) else 1)  # input of the last norm, in float32 if not fused
     again, kept = live_again(shape, learning, micro), live_kept(shape, learning, micro)
     policy, layers = learning.checkpointing, shape.layers
     if policy == "none":
@@ -438,16 +440,16 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         parts = {"checkpoints": 0, "activations": layers * kept_attention, "live": max(again[1], kept)}
     elif policy == "full":
         held = 0 if learning.offload else layers * boundary
-        # Beside the head lies what the last norm keeps.
+        # While the head is computed, the input of the last norm is kept too.
         parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + norm)}
     else:
         first = min(policy, layers)
-        # Nothing in front of the first layer wants a gradient, so it keeps less; here it is not among the kept.
+        # The first layer is among those that are recomputed. (It keeps less, since no gradient is needed before it.)
         activations = (layers - first) * layer + norm if first < layers else 0
         end = activations + (kept if first < layers else 0)
         live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
-    if learning.mode == "full":  # the head's gradient, the first that there is
+    if learning.mode == "full":  # the gradient of the head exists before all others
         parts["live"] += DTYPE_BYTES[learning.dtype] * shape.vocab * shape.hidden
     return parts | {"update": max(0, _update_bytes(shape, learning) - sum(parts.values()))}
 
@@ -456,25 +458,25 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
     if learning.mode == "lora":
         return merging_bytes(shape) if learning.push == "merged" else 0
     if learning.ranks > 1:
-        return 0  # each layer's gradients are summed and divided at once
+        return 0  # the gradients of each layer are summed and divided among the ranks during the backward pass
     if learning.optimizer == "adamw":
         return 0 if learning.dtype == "float32" else DTYPE_BYTES[learning.dtype] * shape.params
     return 6 * shape.vocab * shape.hidden
 
 
 def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """(attention and norms, feed-forward) that a layer keeps for its backward pass."""
+    """Bytes that a layer keeps for its backward pass: (attention and norms, feed-forward block)."""
     attention, mlp = _sums(shape, learning, micro, KEPT_ATTENTION, KEPT_MLP)
     return attention, mlp
 
 
 def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """The most that is held while one layer is computed a second time for its backward pass; and the same where only
-    its MLP is (checkpointing=mlp).
+    """The most bytes that are held while a layer is recomputed for its backward pass: (if the whole layer is, if only
+    its MLP is with checkpointing=mlp).
 
-    A 4-bit base: its largest matrix is multiplied out for one product of the feed-forward block's backward pass. Where
-    the block is not fused, 2 N f of its gradients do not exist yet at that moment, so only what the matrix takes beyond
-    them is added.
+    A 4-bit base dequantises its largest matrix for a product of the feed-forward block's backward pass. If the block is
+    not fused, 2 N f bytes of its gradients do not exist yet at that moment, and only the bytes of the matrix beyond
+    those are added.
     """
     kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
     mlp, norm, alone, attention = _sums(
@@ -487,8 +489,8 @@ def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int
 
 
 def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """The most that is held beside what all layers keep: the head's tile, the backward pass of the last norm, or that
-    of the last layer, which takes little more than it frees."""
+    """The most bytes that are held besides what all layers keep: for the head's tile, for the backward pass of the last
+    norm, or for that of the last layer, which takes little more than it frees."""
     _, alone = live_again(shape, learning, micro)
     _, kept_mlp = kept_per_layer(shape, learning, micro)
     (norm,) = _sums(shape, learning, micro, LAST_NORM)
@@ -496,7 +498,7 @@ def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
 
 
 def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """learner.model.logprob: one tile of logits, independent of V, and what grows with the tokens."""
+    """Bytes of the head (learner.model.logprob): a tile of logits, independent of V, and what grows with tokens."""
     (head,) = _sums(shape, learning, micro, HEAD)
     tile = HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE
     trained = HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
@@ -504,7 +506,7 @@ def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
 
 
 def _sums(shape: Shape, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
-    """The bytes of each table of this module in the base's type."""
+    """The bytes of each table for the base's type."""
     values = _letters(shape, learning, micro)
     return [DTYPE_BYTES[learning.dtype] // 2 * bytes_of(table, values) for table in tables]
 
@@ -526,7 +528,7 @@ def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, flo
 
 
 def _dequantised(shape: Shape, learning: Learning) -> int:
-    """The largest matrix of a layer, multiplied out for its product, with its scales in float32."""
+    """Bytes of a layer's largest matrix, dequantised, with its scales in float32; 0 if the base has 16 or 32 bits."""
     if learning.base == "none":
         return 0
     largest = max(i * o for i, o in map(shape.linear, LINEAR))
@@ -534,8 +536,8 @@ def _dequantised(shape: Shape, learning: Learning) -> int:
 
 
 def _widened(shape: Shape, learning: Learning) -> int:
-    """The largest matrix of a layer in float32, and the rows that it multiplies, as a CPU without instructions for 16
-    bits needs them (learner.model.lora); one with them needs less."""
+    """Bytes of a layer's largest matrix in float32, and of the rows that it multiplies, on a CPU without instructions
+    for 16 bits (learner.model.lora); a CPU with them needs less."""
     if learning.cuda or learning.base == "nf4" or learning.mode == "full" or learning.dtype == "float32":
         return 0
     largest = max(i * o for i, o in map(shape.linear, LINEAR))
@@ -543,6 +545,6 @@ def _widened(shape: Shape, learning: Learning) -> int:
 
 
 def mlp_share(shape: Shape) -> float:
-    """The feed-forward block's part of the weights, hence of the work, of a layer."""
+    """The feed-forward block's share of a layer's linear weights, and so of its work."""
     work: Sequence[int] = [i * o for i, o in map(shape.linear, LINEAR)]
     return sum(work[4:]) / sum(work)

@@ -1,4 +1,7 @@
-"""The planner: which settings make a model fit into a card by name, and what would where none do."""
+"""The planner, for `gleaner plan` and the start of a run: which settings make learner and generators fit into the
+memory of a device, and if none do, which single changes would. The module also has the table of GPUs by name (CARDS)
+and the main memory that a planned run takes (host_bytes). The memory model is in cluster.memory.learner and .generator.
+"""
 
 import difflib
 import re
@@ -33,18 +36,16 @@ from cluster.memory.learner import (
 )
 from cluster.memory.shape import DTYPE_BYTES, LINEAR, SHAPES, Checkpointing, OptimizerKind, Parts, Shape
 
-# Cards by name: the memory that each has, and what its generation can compute.
-#
-# MiB as nvidia-smi (NVML) shows them with a driver of 2024 or later; they are less than what is sold as so many GB
-# where a part is reserved, as on cards whose memory corrects errors. Compute capability:
+# GPUs by name. CARDS has MiB as nvidia-smi (NVML) shows them with a driver of 2024 or later. They are less than the GB
+# that a GPU is sold with where a part is reserved, for example for error correction. Compute capability is from
 # developer.nvidia.com/cuda-gpus.
 
-BF16, FP8_KV, OLDEST = (8, 0), (8, 9), (7, 5)  # compute capability
+BF16, FP8_KV, OLDEST = (8, 0), (8, 9), (7, 5)  # the lowest compute capability with bfloat16, fp8 KV cache, CUDA 13
 
 
 @dataclass(frozen=True, slots=True)
 class CardKind:
-    """A kind of card: its short name, the GB it is sold as, bytes, compute capability."""
+    """A model of GPU: its short name, the GB that it is sold with, its bytes of memory and its compute capability."""
 
     name: str
     sold: int
@@ -53,16 +54,17 @@ class CardKind:
 
     @property
     def free(self) -> int:
-        """Bytes that a run can have of an idle one. The driver keeps a part for itself: 454 MiB of an H100's 81559
-        (nvidia-smi -q); of others it is assumed to be at most 3 %, or 640 MiB."""
+        """Bytes that a run can have on an idle GPU. The driver keeps 454 MiB of an H100's 81559 for itself (nvidia-smi
+        -q); of other GPUs it is assumed to keep 3 % or 640 MiB at most, whichever is less."""
         return self.bytes - min(3 * self.bytes // 100, 640 * 2**20)
 
 
 def lacks(capability: tuple[int, int], *, dtype: str, kv_dtype: str) -> str | None:
-    """Why a card of this compute capability cannot run the types, with the setting to change; None: it can.
+    """Returns why a GPU of this compute capability cannot run with these types, and which setting to change; None if it
+    can.
 
-    bfloat16 and FlashAttention begin with 8.0; vLLM's fp8 KV cache with 8.9; torch's and vLLM's wheels, made with CUDA
-    13, hold no code for cards before 7.5.
+    bfloat16 and FlashAttention need 8.0, vLLM's fp8 KV cache needs 8.9, and the wheels of torch and vLLM, built with
+    CUDA 13, have no code for GPUs below 7.5.
     """
     own = ".".join(map(str, capability))
     if capability < OLDEST:
@@ -75,20 +77,20 @@ def lacks(capability: tuple[int, int], *, dtype: str, kv_dtype: str) -> str | No
 
 
 def named(text: str) -> tuple[CardKind, ...]:
-    """The cards that a name means, as one writes it (`rtx4090`, `NVIDIA GeForce RTX 4090`, `4090`); several where it
-    leaves the size open (`a100`); none for an unknown one."""
+    """The rows of CARDS that a user's text names (`rtx4090`, `NVIDIA GeForce RTX 4090`, `4090`): several if it leaves
+    the size open (`a100`), none if it is unknown."""
     wanted = _plain(text)
     exact = tuple(card for card in CARDS if _plain(card.name) == wanted)
     return exact or tuple(card for card in CARDS if _plain(card.name.partition("-")[0]) == wanted)
 
 
 def sold_as(size: int) -> tuple[CardKind, ...]:
-    """The cards that are sold as so many GB."""
+    """The rows of CARDS that are sold with `size` GB."""
     return tuple(card for card in CARDS if card.sold == size)
 
 
 def like(text: str) -> list[str]:
-    """Up to three names that may have been meant."""
+    """Up to three names of CARDS that resemble an unknown name."""
     names = {_plain(card.name): card.name for card in CARDS}
     return [names[near] for near in difflib.get_close_matches(_plain(text), names, n=3, cutoff=0.6)]
 
@@ -142,9 +144,9 @@ b200           192 183359 10.0
 """)
 
 
-USABLE = 0.97  # of a device's bytes: the driver, a display and other processes have the rest
-# What the learner keeps on the card while the engine is awake (alternating): its allocator's cache is given back, but
-# for segments that still hold something, which `fragmentation` stands for.
+USABLE = 0.97  # share of a device's bytes; the driver, a display and other processes take the rest
+# Parts that the learner keeps on the GPU while the engine is awake (layout alternating). It frees its allocator's
+# cache, except segments that still hold a tensor, which are counted as `fragmentation`.
 BETWEEN = ("weights", "adapters", "gradients", "optimizer", "reference", "fragmentation", "context")
 
 Layout = Literal["separate", "slices", "alternating"]
@@ -152,17 +154,17 @@ Layout = Literal["separate", "slices", "alternating"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the model, tokens and counts."""
+    """The sizes of a run that the planner does not choose: lengths in tokens, and counts."""
 
-    generations: int = 8
-    prompt: int = 256
-    completion: int = 256
-    sequences: int = 128  # most that are decoded at once
+    generations: int = 8  # completions per group
+    prompt: int = 256  # the longest prompt
+    completion: int = 256  # the longest completion
+    sequences: int = 128  # decoded at the same time, at most
     adapters: int = 2  # policy versions that a generator holds
-    generators: int = 1  # on one device
-    shards: int = 1  # processes of each, which have a card each
-    learners: int = 1  # likewise
-    groups: int | None = None  # of a step, if that is known
+    generators: int = 1  # generators on one device
+    shards: int = 1  # processes of a generator, each with a GPU
+    learners: int = 1  # learner ranks on one device
+    groups: int | None = None  # groups of an optimizer step; None if not known
 
     @property
     def whole(self) -> int:
@@ -171,7 +173,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """The same as they are trained: the last token predicts nothing."""
+        """Tokens of one completion with its prompt in a micro-batch, which leaves out the last token."""
         return self.whole - 1
 
     @property
@@ -181,13 +183,14 @@ class Workload:
 
     @property
     def most(self) -> float:
-        """Tokens of a step: no micro-batch has more."""
+        """Tokens of an optimizer step, which no micro-batch exceeds."""
         return float("inf") if self.groups is None else self.groups * self.group
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is fixed; None is the planner's choice."""
+    """The settings of a run that its memory depends on. The planner chooses those that are None; comments name the key
+    of the configuration where the name differs."""
 
     mode: Literal["lora", "full"] = "lora"
     push: Literal["adapter", "merged"] = "adapter"
@@ -203,18 +206,18 @@ class Wish:
     checkpointing: Checkpointing | None = None
     token_budget: int | None = None
     kv_bytes: int | None = None
-    kv_dtype: str = "bfloat16"  # or fp8
+    kv_dtype: str = "bfloat16"  # of the KV cache; or fp8
     layouts: tuple[Layout, ...] = ("slices", "alternating")
-    exact: bool = False  # learner.reduce
-    undo: bool = False  # the learner has several ranks
-    shared: bool = False  # memory.layout: shared: one base for both roles, the generator's
-    base_ranks: int = 1  # over which the learner's base is divided (memory.layout: sharded)
+    exact: bool = False  # learner.reduce: exact
+    undo: bool = False  # the learner has several ranks, each of which can undo its step
+    shared: bool = False  # memory.layout: shared, where the learner uses the generator's base
+    base_ranks: int = 1  # ranks over which the learner's base is divided (memory.layout: sharded)
     cuda: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings that fit, and what they take, by part."""
+    """One choice of settings, and the bytes that it takes, by part and role."""
 
     shape: Shape
     device_bytes: int
@@ -223,12 +226,12 @@ class Plan:
     checkpointing: Checkpointing
     token_budget: int
     kv_bytes: int
-    sequences: int  # of full length that the KV cache holds at once
-    learner: Parts  # of one
-    generator: Parts  # likewise, of one of its cards
-    generators: int = 1
-    learners: int = 1
-    shards: int = 1  # of a generator, over which kv_bytes are spread
+    sequences: int  # sequences of full length that the KV cache holds at the same time
+    learner: Parts  # of one learner rank
+    generator: Parts  # of one generator; with shards, of one of its GPUs
+    generators: int = 1  # on one device
+    learners: int = 1  # learner ranks on one device
+    shards: int = 1  # GPUs of a generator, over which kv_bytes are spread
 
     @property
     def learner_bytes(self) -> int:
@@ -240,13 +243,13 @@ class Plan:
 
     @property
     def generator_room(self) -> int:
-        """Bytes that one generator may come to: its plan, and in slices what the learner's leaves."""
+        """Bytes that one generator may grow to: those of its plan, or in layout slices all that the learners leave."""
         left = USABLE * self.device_bytes - self.learners * self.learner_bytes if self.layout == "slices" else 0
         return max(self.generator_bytes, int(left / self.generators))
 
     @property
     def device_peak(self) -> int:
-        """The most that one device must have."""
+        """The peak of the bytes that are in use on one device."""
         learner, generator = self.learners * self.learner_bytes, self.generators * self.generator_bytes
         if self.layout == "separate":
             return max(learner, generator)
@@ -258,16 +261,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Nothing that may be chosen fits. `advice`: single changes that would make it fit, the mildest first."""
+    """The planner's answer if no choice fits. advice: single changes that would make it fit, the mildest first."""
 
     shape: Shape
     device_bytes: int
-    least: Plan  # the choice that needs least
+    least: Plan  # the choice that needs the smallest device
     advice: tuple[str, ...]
 
     @property
     def needs(self) -> int:
-        """Bytes that a device would need for `least`."""
+        """Bytes that a device must have for `least`."""
         return round(self.least.device_peak / USABLE)
 
     def __str__(self) -> str:
@@ -278,17 +281,17 @@ class Misfit:
 
 
 def gib(count: float) -> str:
-    """Bytes as text."""
+    """A number of bytes as text for users, in GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-# What a run on cards takes of the machine's main memory, in bytes, by part. On a CPU the plan itself is of it.
+# Main memory of a run on GPUs. (On a CPU the plan itself is about main memory.)
 
-# Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), shared pages included:
-# the driver; Ray's own processes together; one reward process.
+# Resident sets in the middle of a run on two cores (configs/local_cpu.yaml, Linux, Ray 2.60), with shared pages: the
+# driver; all of Ray's own processes; one reward process.
 DRIVER, RAY, REWARD = 330 * 10**6, 360 * 10**6, 150 * 10**6
-ENVIRONMENT_SERVER, ENVIRONMENT = 290 * 10**6, 11 * 10**6  # what they are forked from; what each then writes itself
-CUDA_LIBRARIES = 1500 * 10**6  # of each process on a card, beside torch: cuBLAS, kernels, pinned buffers (estimate)
+ENVIRONMENT_SERVER, ENVIRONMENT = 290 * 10**6, 11 * 10**6  # the fork server; pages that each forked process writes
+CUDA_LIBRARIES = 1500 * 10**6  # per process on a GPU, without torch: cuBLAS, kernels, pinned buffers (estimate)
 
 
 def host_bytes(
@@ -301,24 +304,23 @@ def host_bytes(
     reward_models: int = 0,
     environments: int = 0,
 ) -> Parts:
-    """Main memory of one machine that runs the plan.
+    """Bytes of main memory, by part, on one machine that runs the whole plan.
 
-    driver, ray, rewards (`reward_processes` in all; a function of the user's that loads a model takes
-      its own on top, up to rollout.process_memory): measured. learner, generators: their processes without a model,
-      measured on a CPU, and CUDA's libraries (estimate).
-    reward_models: bytes of the weights that each reward process loads for `use: sequence_classifier`; with any, it
-      holds torch as well, as the learner's process does.
-    environments: as many at once beside each generator, measured with tools in Python; what they load themselves comes
-      on top, up to rollout.process_memory.
-    object_store: what it may take; Ray keeps it in /dev/shm.
-    asleep: weights and adapters of generators that sleep (vLLM's sleep level 1), pinned.
-    learners: ranks of the learner, each with its own of what follows.
-    offloaded: with learner.checkpointing=offloaded. undo: of several ranks, what each step began with. paged: the
-      states of paged_adamw_8bit, once the card is full. policy: whole weights, where the generators read them (of those
-      that come through the object store, where the processes of a generator of several do).
-    passing: the most of what comes and goes: the learner's weights as they are loaded (4 bits and shards matrix by
-      matrix), copies of a push of whole weights, or what a checkpoint of a whole model is writing. vLLM
-      reads mapped files: those pages are cache, and given back when memory is wanted.
+    Arguments. object_store: the limit of Ray's object store. learners: ranks of the learner. reward_processes: all of
+      them. reward_models: bytes of the weights that each reward process loads for `use: sequence_classifier`.
+      environments: the most that run at the same time beside one generator.
+    driver, ray, rewards: measured. A user's function that loads a model takes its size on top, up to
+      rollout.process_memory; a reward process with `reward_models` holds torch too.
+    environments: measured with tools in Python; what an environment loads comes on top, up to rollout.process_memory.
+    learner, generators: their processes without a model, measured on a CPU, and CUDA's libraries (estimate).
+    object_store: in /dev/shm. asleep: weights and adapters of generators in vLLM's sleep level 1, pinned.
+    offloaded: inputs of layers, with learner.checkpointing=offloaded. undo: the state that each rank had before its
+      step, with several ranks. paged: the states of paged_adamw_8bit, once the GPU is full. policy: pushed whole
+      weights, where the generators read them (if the weights come through the object store: where the processes of a
+      generator with shards do).
+    passing: the largest of what is held for a while: the learner's weights while they are loaded (4 bits and shards
+      matrix by matrix), the copies of a push of whole weights, or a part of a whole model's checkpoint. vLLM maps the
+      model's files, whose pages the kernel can free, so they are not counted.
     """
     shape, b, n = found.shape, DTYPE_BYTES[wish.dtype], found.shape.params
     pushed = pushed_bytes(shape, wish.mode, wish.push, wish.targets, b)
@@ -344,7 +346,7 @@ def host_bytes(
 
 
 def _loading(found: Plan, wish: Wish) -> int:
-    """Of one learner's weights, as they are loaded; those of a generator are mapped."""
+    """Main memory that one learner rank takes while it loads its weights."""
     shape, b = found.shape, DTYPE_BYTES[wish.dtype]
     if wish.shared:
         return 0
@@ -352,39 +354,36 @@ def _loading(found: Plan, wish: Wish) -> int:
 
 
 def _saving(found: Plan, wish: Wish, learners: int) -> int:
-    """Of a whole model its largest matrix, in float32; in shards what one file holds, and its bytes as they are
-    written."""
+    """Main memory that a checkpoint of a whole model takes while it is written: the largest matrix in float32; in
+    shards the tensors of one file and their bytes, for each rank."""
     if wish.base_ranks > 1:
         return learners * 2 * min(FILE_BYTES, 12 * divided_params(found.shape, wish.base_ranks))
     return 4 * found.shape.vocab * found.shape.hidden
 
 
 def _undo(shape: Shape, wish: Wish) -> int:
-    """Of one rank: of its adapter, and of PPO's value."""
+    """Main memory in which one rank keeps the state before its step, of its adapter and of PPO's value."""
     value = sum(value_params(shape, wish.value_rank, wish.targets))
     return undo_bytes(shape.lora_params(wish.rank, wish.targets) + value, wish.optimizer)
 
 
-# The planner: which settings make a model fit into a device's memory, or what would.
-#
-# Both roles get a budget of bytes (cluster.memory, cluster.memory.generator). Three layouts:
+# The search. Learner and generator each get a budget of bytes, in one of three layouts:
 #     separate     each role has a device of its own
-#     slices       both on one device, all the time
-#     alternating  both on one device; the engine sleeps while the learner trains (vLLM's sleep level 1), and the
-#     learner
-#                  keeps what it holds between two steps while the engine generates
+#     slices       both roles are on one device all the time
+#     alternating  both roles are on one device; the engine sleeps while the learner trains (vLLM's sleep level 1), and
+#                  the learner keeps what it holds between two steps while the engine generates
 #
-# What is free to choose is spent in this order, since generation takes most of a run's time and a kernel on few tokens
-# leaves a GPU idle: room for both at all; KV cache for up to 64 sequences; micro-batches of 2048 tokens or a group;
-# less recomputation; larger micro-batches; more KV cache. A base in 16 bits is preferred to one in 4, slices to
+# Generation takes most of a run's time, and small micro-batches leave a GPU idle. So memory is spent in this order:
+# room for both roles at all; KV cache for up to 64 sequences; micro-batches of 2048 tokens or a group; less
+# recomputation; larger micro-batches; more KV cache. A base in 16 bits is preferred to one in 4 bits, slices to
 # alternating.
 
-LARGE, BUSY = 8192, 2048  # tokens of a micro-batch: more gains nothing, fewer leave a GPU idle
-COMFORT = 64  # sequences decoded at once; beyond it throughput grows slowly
+LARGE, BUSY = 8192, 2048  # tokens of a micro-batch: more than LARGE gains nothing, fewer than BUSY leave a GPU idle
+COMFORT = 64  # sequences decoded at the same time; beyond this throughput grows slowly
 
 
 def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | Misfit:
-    """The best settings that fit (see the head of this file), or what would make them fit."""
+    """The best settings that fit, in the order of the comment above; if none fit, what would make them fit."""
     found = _search(shape, device_bytes, work, wish)
     if found is not None:
         return found
@@ -393,7 +392,7 @@ def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | 
 
 
 def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
-    """The settings that need the smallest device, whether it is this one or not."""
+    """The settings that need the smallest device, whether or not they fit this one."""
     return min(_candidates(shape, device_bytes, work, wish), key=lambda p: (p.device_peak, p.learner_bytes))
 
 
@@ -408,7 +407,7 @@ def _fits(found: Plan) -> bool:
 
 
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
-    """Every choice, the best first."""
+    """Every allowed choice of settings, the best first."""
     for base in ("none", "nf4") if wish.base is None else (wish.base,):
         if base == "nf4" and (
             wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32" or wish.base_ranks > 1
@@ -447,7 +446,7 @@ def _plan(
     held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
     learner = learner_memory.learner_bytes(shape, learning, micro)
     if wish.shared:
-        learner["weights"] = 0  # counted where they lie, with the generator
+        learner["weights"] = 0  # they are the generator's, and counted there
     return Plan(
         shape=shape, device_bytes=device_bytes, layout=layout, base=base, checkpointing=policy, token_budget=budget,
         kv_bytes=kv_bytes, sequences=min(held, work.sequences), learner=learner,
@@ -457,7 +456,7 @@ def _plan(
 
 
 def _kv_choices(shape: Shape, work: Workload, wish: Wish) -> list[int]:
-    """Bytes for up to COMFORT sequences of full length, down to one: vLLM queues what has no room."""
+    """Sizes of the KV cache, from COMFORT sequences of full length down to one: vLLM queues sequences without room."""
     if wish.kv_bytes is not None:
         return [wish.kv_bytes]
     counts = {min(n, work.sequences) for n in (COMFORT, 32, 16, 8, 4, 2, 1)}
@@ -465,7 +464,8 @@ def _kv_choices(shape: Shape, work: Workload, wish: Wish) -> list[int]:
 
 
 def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple[Checkpointing, int]]:
-    """Recomputation grows within large micro-batches, then within small ones."""
+    """Choices of (recomputation, tokens of a micro-batch), the best first: those with large enough micro-batches come
+    first, and among these those with less recomputation, then with more tokens."""
     share, layers = learner_memory.mlp_share(shape), shape.layers
     costs: dict[Checkpointing, float] = {"none": 0, "mlp": share, "full": 1}
     costs |= {k: k / layers for k in {layers // 4, layers // 2, 3 * layers // 4} if k > 0}
@@ -481,7 +481,7 @@ def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple
 
 
 def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
-    """The same with the rest of the device as KV cache, up to all sequences at full length."""
+    """The plan with the rest of the device as KV cache, up to all sequences at full length."""
     if wish.kv_bytes is not None or found.sequences == 0:
         return found
     count = work.sequences
@@ -520,7 +520,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
     if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
-        optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # that one is for whole models
+        optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # adamw_rounded is for mode full
         lora = replace(wish, mode="lora", base="none", reference="none", optimizer=optimizer)
         other = "" if optimizer == wish.optimizer else f" with learner.optimizer.kind={optimizer}"
         changes.append((f"learner.mode=lora{other}", work, lora))
@@ -538,7 +538,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
 
 
 def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
-    """Over twice as many cards, and where a whole model is trained over four times as many, too."""
+    """Changes that divide the model among twice as many GPUs, or four times as many if it is trained as a whole."""
     full = wish.mode == "full"
     if not wish.cuda or wish.layouts != ("separate",) or wish.base == "nf4" or wish.push == "merged":
         return
@@ -550,7 +550,7 @@ def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
 
 
 def _other_models(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[str]:
-    """The largest of the table that is smaller and fits."""
+    """A smaller model of SHAPES that fits: the largest of the same kind, else the largest of another kind."""
     smaller: Sequence[Shape] = [s for s in SHAPES.values() if s.params < shape.params]
     for other in sorted(smaller, key=lambda s: (s.kind != shape.kind, -s.params)):
         if _search(other, device_bytes, work, wish) is not None:

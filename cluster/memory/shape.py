@@ -1,7 +1,8 @@
-"""Shapes of decoder-only models: how many parameters of which kind, from a config.json or from the built-in table.
+"""Shapes of decoder-only models for the memory model: how many parameters of which kind a model has, read from its
+config.json or from the built-in table SHAPES. The end of the module has what learner and generator count alike.
 
-The table holds the numbers of each model's public config.json. Parameter counts follow from them exactly; a test
-compares them with the classes of transformers.
+SHAPES has the numbers of each model's public config.json. Parameter counts follow from them exactly; a test compares
+them with the classes of transformers.
 """
 
 import re
@@ -13,14 +14,12 @@ from typing import Any, Literal
 
 from cluster.reading import read_mapping
 
-# Which layers of a model attend to a window of the last tokens alone, by its config.json. Pure.
-
-GEMMA_3_PATTERN = 6  # each sixth layer attends to all
+GEMMA_3_PATTERN = 6  # every sixth layer of Gemma 3 attends to all tokens
 
 
 def windowed_layers(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int, int]:
-    """(layers, tokens of their window), (0, 0) where there are none. Where the file does not name each layer's type,
-    as transformers derives it from the kind of model."""
+    """The number of layers with sliding-window attention and the tokens of their window; (0, 0) if there are none. If
+    the config.json does not name each layer's type, the rule is that of transformers for this `kind` of model."""
     window = config.get("sliding_window")
     if not isinstance(window, int) or config.get("use_sliding_window") is False:
         return 0, 0
@@ -38,7 +37,7 @@ def windowed_layers(config: Mapping[str, Any], kind: str, layers: int) -> tuple[
     return (count, window) if count else (0, 0)
 
 
-# Kind of layer by `model_type`: (RMS norms of width `hidden` per layer, norms of width `head_dim` per layer).
+# By `model_type`: (RMS norms of width `hidden` per layer, RMS norms of width `head_dim` per layer).
 NORMS = {
     "llama": (2, 0),
     "mistral": (2, 0),
@@ -48,7 +47,7 @@ NORMS = {
     "gemma2": (4, 0),
     "gemma3_text": (4, 2),
 }
-# The adapters' targets by name -> (width in, width out) of a layer's linear modules, in the letters of `Shape.widths`.
+# The linear modules of a layer, which an adapter can target: name -> (input width, output width), keys of Shape.widths.
 LINEAR = {
     "q_proj": ("hidden", "q"),
     "k_proj": ("hidden", "kv"),
@@ -59,13 +58,13 @@ LINEAR = {
     "down_proj": ("ffn", "hidden"),
 }
 OWNERS = {"SmolLM2": "HuggingFaceTB", "Qwen": "Qwen", "Llama": "meta-llama", "Mistral": "mistralai", "Gemma": "google"}
-VARIANT = re.compile(r"-(?:instruct|thinking|base|it|pt)(?=-|$)|-[0-9]{4}$")  # of a model's name: the same shape
-SPLIT_BY_INPUT = ("o_proj", "down_proj")  # in tensor parallelism; the others by their outputs
+VARIANT = re.compile(r"-(?:instruct|thinking|base|it|pt)(?=-|$)|-[0-9]{4}$")  # parts of a name that leave the shape
+SPLIT_BY_INPUT = ("o_proj", "down_proj")  # tensor parallelism splits their inputs, and the outputs of other modules
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder with a gated feed-forward block, widths in elements."""
+    """The shape of a dense decoder with gated feed-forward blocks; widths are in elements."""
 
     name: str
     kind: str  # model_type of its config.json
@@ -77,26 +76,27 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool  # head and input embedding are one matrix
-    attention_bias: bool = False  # on q, k and v
-    output_bias: bool = False  # on o
-    mlp_bias: bool = False  # on gate, up and down
-    softcap: float | None = None  # of the final logits (Gemma 2)
-    activation: str = "silu"  # of the feed-forward block's gate, by transformers' name; Gemma has its own
-    windowed: tuple[int, int] = (0, 0)  # layers that attend to a window of the last tokens alone, and its tokens
+    attention_bias: bool = False  # q_proj, k_proj and v_proj have biases
+    output_bias: bool = False  # o_proj has a bias
+    mlp_bias: bool = False  # gate_proj, up_proj and down_proj have biases
+    softcap: float | None = None  # soft-capping of the final logits (Gemma 2)
+    activation: str = "silu"  # of the feed-forward block's gate, by its name in transformers; not read for Gemma
+    windowed: tuple[int, int] = (0, 0)  # layers with sliding-window attention, tokens of the window
 
     @property
     def norms(self) -> tuple[int, int]:
-        """RMS norms per layer of width `hidden`, and of width `head_dim`."""
+        """How many RMS norms of width `hidden`, and of width `head_dim`, a layer has."""
         return NORMS[self.kind]
 
     @property
     def gemma(self) -> bool:
-        """Of Gemma's kind, whose norms and feed-forward block are other functions (learner.model.fusion)."""
+        """Whether this is a Gemma, whose norms and feed-forward blocks compute other functions
+        (learner.model.fusion)."""
         return self.kind.startswith("gemma")
 
     @property
     def widths(self) -> dict[str, int]:
-        """hidden, ffn, and the widths of all query heads and all key (or value) heads."""
+        """Widths by name: hidden, ffn, q (all query heads), kv (all key heads, or all value heads)."""
         return {
             "hidden": self.hidden,
             "ffn": self.ffn,
@@ -105,18 +105,18 @@ class Shape:
         }
 
     def linear(self, target: str) -> tuple[int, int]:
-        """(in, out) of a layer's linear module; KeyError for a name that is not in LINEAR."""
+        """(input width, output width) of a layer's linear module. Raises KeyError for a name that is not in LINEAR."""
         wide, out = LINEAR[target]
         return self.widths[wide], self.widths[out]
 
     @property
     def linear_params(self) -> int:
-        """Weights of all linear modules of all layers, without biases: what a 4-bit base stores in 4 bits."""
+        """Weights of the linear modules of all layers, without biases: those that a 4-bit base stores in 4 bits."""
         return self.layers * sum(i * o for i, o in map(self.linear, LINEAR))
 
     @property
     def other_params(self) -> int:
-        """Norms and biases."""
+        """Parameters of all norms and biases."""
         wide, narrow = self.norms
         w = self.widths
         biases = self.attention_bias * (w["q"] + 2 * w["kv"]) + self.output_bias * w["hidden"]
@@ -125,27 +125,27 @@ class Shape:
 
     @property
     def embedding_params(self) -> int:
-        """Input embedding, plus the head if it is a matrix of its own."""
+        """Weights of the input embedding, and of the head unless the two are tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def params(self) -> int:
-        """All parameters, a tied head once."""
+        """All parameters of the model; a tied head is counted once."""
         return self.linear_params + self.other_params + self.embedding_params
 
     def lora_params(self, rank: int, targets: tuple[str, ...] = tuple(LINEAR), shards: int = 1) -> int:
-        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1); with shards,
-        those of one of them, where one of the two matrices is split (rollout.vllm.read_back)."""
+        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1). With several
+        shards those of one shard, which has a part of one of the two matrices (rollout.vllm.read_back)."""
         ends = ((target in SPLIT_BY_INPUT, *self.linear(target)) for target in targets)
         widths = (wide // shards + out if by_input else wide + out // shards for by_input, wide, out in ends)
         return self.layers * rank * sum(widths)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "model") -> "Shape":
-        """Of the content of a config.json; a multimodal one counts with its text part only.
+        """Reads the shape from the content of a config.json; of a multimodal model only the text part counts.
 
         Raises:
-            ValueError: the architecture is not one of NORMS, or a width is missing.
+            ValueError: NORMS does not have the model_type, or a width is missing.
         """
         text: Mapping[str, Any] = config.get("text_config") or config
         if not isinstance(text, Mapping):
@@ -171,7 +171,7 @@ class Shape:
             head_dim=int(text.get("head_dim") or (256 if gemma else int(text["hidden_size"]) // heads)),
             vocab=int(text["vocab_size"]),
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", gemma))),
-            attention_bias=bias or kind == "qwen2",  # Qwen2 has them without saying so
+            attention_bias=bias or kind == "qwen2",  # Qwen2 has biases that its config.json does not mention
             output_bias=bias,
             mlp_bias=bool(text.get("mlp_bias", False)),
             softcap=text.get("final_logit_softcapping"),
@@ -180,7 +180,7 @@ class Shape:
         )
 
     def to_config(self) -> dict[str, Any]:
-        """The config.json that `from_config` reads and transformers builds this shape from."""
+        """The content of a config.json from which `from_config` reads this shape and transformers builds the model."""
         config = {
             "model_type": self.kind,
             "hidden_size": self.hidden,
@@ -198,17 +198,17 @@ class Shape:
         }
         if not self.gemma:
             config["hidden_act"] = self.activation
-        if self.windowed != (0, 0) or self.kind == "mistral":  # for which transformers' own default is a window
+        if self.windowed != (0, 0) or self.kind == "mistral":  # transformers gives Mistral a window by default
             config["sliding_window"] = self.windowed[1] or None
         return config
 
 
 def shape_of(model: str) -> Shape:
-    """Of a name in SHAPES (`Qwen2.5-3B`, with or without owner, `-Instruct` and date), or of a folder with a
-    config.json.
+    """The shape of a model: a folder with a config.json, or a name in SHAPES (`Qwen2.5-3B`, with or without owner,
+    `-Instruct` and date).
 
     Raises:
-        ValueError: neither, or an architecture that is not known.
+        ValueError: `model` is neither, or its architecture is not known.
     """
     file = Path(model) / "config.json"
     if file.is_file():
@@ -222,17 +222,18 @@ def shape_of(model: str) -> Shape:
 
 
 def hub_name(model: str, shape: Shape) -> str:
-    """What the hub calls a model of SHAPES that is named without its owner; a folder or a whole name as it is."""
+    """The Hugging Face name of a model of SHAPES that is given without its owner; a folder or a full name is returned
+    as it is."""
     owner = next((owner for family, owner in OWNERS.items() if shape.name.startswith(family)), None)
     if "/" in model or Path(model).exists() or owner is None:
         return model
     name = model.lower() if owner == "google" else model
-    return f"{owner}/{name}-it" if name == "gemma-3-1b" else f"{owner}/{name}"  # which has no plain name there
+    return f"{owner}/{name}-it" if name == "gemma-3-1b" else f"{owner}/{name}"  # there is no google/gemma-3-1b
 
 
 def _table(rows: str) -> dict[str, Shape]:
-    """One model a line, in the order of Shape's first ten fields; `softcap` and the tokens of a window follow where
-    there are such."""
+    """Reads SHAPES: a model per line, with Shape's first ten fields, `softcap` and the tokens of a window (`-`:
+    none)."""
     shapes = {}
     for row in rows.strip().splitlines():
         name, kind, *numbers, tied, softcap, window = row.split()
@@ -270,27 +271,29 @@ Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -  512
 """)
 
 
-# Units of the memory model, and the parts that learner and generator have in common.
+# Units of the memory model, and what learner and generator count alike.
 
 GB = 10**9
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-CONTEXT = 500 * 10**6  # CUDA context and kernels of one process with torch, cuBLAS workspace (8 to 32 MiB) included
+CONTEXT = 500 * 10**6  # CUDA context and kernels of a process with torch, with cuBLAS's workspace (8 to 32 MiB)
 
 Parts = dict[str, int]  # bytes by part
 Checkpointing = Literal["none", "mlp", "full"] | int
 LoraRank = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256]
 OptimizerKind = Literal["adamw", "adamw_rounded", "adamw_8bit", "paged_adamw_8bit"]
-# Of the device, per weight: two moments. Scales of 8-bit blocks are another 1 %; paged states may lie in host memory.
+# Device bytes per weight of the optimizer's two moments, without the scales of 8-bit blocks (another 1 %). Paged
+# moments count 0, since they may lie in host memory.
 STATE_BYTES: dict[OptimizerKind, int] = {"adamw": 8, "adamw_rounded": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}
 
 
 def base_bytes(shape: Shape, base: str, b: int, *, nested: bool = True) -> int:
-    """The frozen base; embeddings and head are not quantised.
+    """Bytes of the frozen base model. base: none or nf4. b: bytes of an element that is not quantised; embeddings and
+    head never are.
 
-    nf4 (QLoRA 2305.14314, section 3): each linear weight half a byte, and a scale per 64 of them. `nested`, as the
-    learner holds it: the scale has 8 bits, with a float32 scale per 256 of those, and bitsandbytes keeps two code
-    tables of 272 floats per matrix. Otherwise, as vLLM holds it (it un-nests the scales as it loads): the scale is a
-    float32, 0.5625 bytes a weight in all, with one code table of 16 floats per matrix.
+    nf4 (QLoRA 2305.14314, section 3) takes half a byte per linear weight, and a scale per 64 weights. nested: the
+    layout in the learner, where a scale has 8 bits, there is a float32 scale per 256 scales, and bitsandbytes keeps 272
+    floats of code tables per matrix. Otherwise the layout in vLLM, which un-nests the scales as it loads: a scale is a
+    float32 (0.5625 bytes per weight in all), with one code table of 16 floats per matrix.
     """
     if base == "none":
         return b * shape.params
@@ -300,5 +303,5 @@ def base_bytes(shape: Shape, base: str, b: int, *, nested: bool = True) -> int:
 
 
 def total(*parts: Parts) -> int:
-    """Sum over parts and roles."""
+    """The sum of all bytes of all `parts`."""
     return sum(sum(part.values()) for part in parts)

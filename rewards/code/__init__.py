@@ -1,1 +1,1 @@
-"""Code that a policy wrote: run in processes of its own, which confine themselves."""
+"""Runs code that the policy wrote, in processes of its own, which confine themselves (cluster.confinement)."""

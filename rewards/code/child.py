@@ -1,7 +1,7 @@
-"""What runs a policy's Python code: a program of its own, in a fresh interpreter that confines itself first.
+"""The program that runs the policy's Python code in a fresh interpreter, after confining itself.
 
-It is started by rewards.code.process with the code on its standard input, and loads as little as it can, since a
-trajectory waits for it.
+rewards.code.process starts it with the code on its standard input. It imports as little as possible, since a trajectory
+waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from cluster.confinement import confine
 
 
 def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
-    """Runs the code and ends the process, with the code's own exit status."""
+    """Runs the code and exits: with status 0 if the code ended without an exception or by sys.exit(0), else with 1. The
+    arguments are those of `confine`."""
     text = sys.stdin.read()
     confine(int(seconds), int(memory_bytes), int(file_bytes))
     program = type(sys)("__main__")
@@ -23,20 +24,22 @@ def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
     status = _run(text, vars(program))
     try:
         sys.stdout.flush()
-    except Exception:  # the code has closed it, or put something else in its place
+    except Exception:  # the code has closed or replaced stdout
         status = status or 1
-    os._exit(status)  # threads that code left behind do not keep it
+    os._exit(status)  # does not wait for threads of the code
 
 
 def _remember(code: str) -> None:
-    """Its lines, for tracebacks. What that loads takes as long as all the rest."""
+    """Stores the code's lines for tracebacks. It is called only if needed, since loading linecache takes as long as the
+    rest of the start."""
     import linecache
 
     linecache.cache["<code>"] = (len(code), None, code.splitlines(keepends=True), "<code>")
 
 
 def _run(code: str, names: dict[str, object]) -> int:
-    """What the code raises is told as Python does, less our own lines."""
+    """Runs the code with the global names `names` and returns its exit status. An exception is printed as Python prints
+    it, without the frames of this module."""
     try:
         exec(compile(code, "<code>", "exec", dont_inherit=True), names)
     except SystemExit as ended:

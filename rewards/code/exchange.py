@@ -1,11 +1,12 @@
-"""What two processes hand each other of which one runs unit tests and the other the answer (rewards.code.tests_child).
+"""The exchange of values and questions between two processes, of which one runs unit tests and the other the answer
+(rewards.code.tests_child). Peer is one side: it sends and answers questions in JSON, and Values converts the values.
 
-Plain values are copied, by their exact types. All else is referred to: the other side has a stand-in for it, whose
-calls, attributes and operators come back as questions. What a call changes in the lists, dictionaries and the like that
-it was given is copied back, so that both sides see the same.
+Plain values are copied, with their exact types. Every other object is passed by reference: the other side has a
+stand-in for it, whose calls, attributes and operators become questions to the object's side. Lists, dictionaries and
+other mutable values are shared: changes are copied with each message, so that both sides see the same content.
 
-The side of the tests is `guarded`: of the other it takes nothing but values, and it shows what a test hands over only
-as far as an answer needs it (rewards.code.stand_ins).
+The side of the tests is `guarded`: it accepts only values from the other side, and lets that side use objects of the
+tests only as far as an answer needs them (rewards.code.stand_ins).
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    Node = Any  # what JSON has
+    Node = Any  # a JSON value
     Serve = Callable[["Peer", str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-MOST_BYTES = 64 << 20  # of a message
-_MOST_KEPT = 1000  # elements of values that stay shared from one question to the next
+MOST_BYTES = 64 << 20  # of a message, at most
+_MOST_KEPT = 1000  # elements, in all, of the values that stay shared from one question to the next
 _LONG = 2**63
 
 
@@ -44,7 +45,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Whose functions and classes the guarded side takes by their names, since they hold and tell nothing of it.
+# Modules and built-ins whose functions and classes the guarded side accepts by name, since they give no access to it.
 _KNOWN = _words(
     "bisect calendar cmath collections copy datetime decimal fractions functools heapq itertools json math numbers "
     "operator random re statistics string textwrap numpy"
@@ -54,7 +55,7 @@ _KNOWN_BUILT_INS = _words(
     "frozenset hash hex int isinstance issubclass iter len list map max min next oct ord pow print range repr reversed "
     "round set slice sorted str sum tuple zip"
 )
-# Immutable values of libraries, and what each is made of again.
+# Immutable types of libraries -> the arguments from which the other side makes an equal value.
 _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.complex": lambda value: (value.real, value.imag),
     "builtins.range": lambda value: (value.start, value.stop, value.step),
@@ -67,7 +68,7 @@ _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
     "datetime.timezone": lambda value: (value.utcoffset(None),),
     "pathlib.PosixPath": lambda value: (str(value),),
-    "pathlib._local.PosixPath": lambda value: (str(value),),  # as Python 3.13 calls it
+    "pathlib._local.PosixPath": lambda value: (str(value),),  # its name in Python 3.13
     "uuid.UUID": lambda value: (str(value),),
     "zoneinfo.ZoneInfo": lambda value: (value.key,),
 }
@@ -88,17 +89,18 @@ class Gone(BaseException):
 
 
 class _Shared:
-    """Mutable values that both sides have, by numbers: even ones from one side, odd ones from the other."""
+    """The mutable values that both sides have, by number. One side gives even numbers to new values, the other odd
+    ones, beginning with `first`."""
 
     def __init__(self, first: int) -> None:
         self.values: dict[int, Any] = {}
-        self.told: dict[int, Node] = {}  # the content of each when it was last told, or heard
-        self.mentioned: set[int] = set()  # by the messages since one was last sent
+        self.told: dict[int, Node] = {}  # the content of each value when it was last sent or received
+        self.mentioned: set[int] = set()  # values in the messages since the last one that was sent
         self._numbers: dict[int, int] = {}
         self._next = first
 
     def number_of(self, value: Any) -> int:
-        """A new one gets the next."""
+        """The number of a value, which is shared from now on if it was not."""
         if id(value) not in self._numbers:
             self.add(self._next, value)
             self._next += 2
@@ -107,18 +109,18 @@ class _Shared:
         return number
 
     def add(self, number: int, value: Any) -> None:
-        """Shares a value."""
+        """Shares a value under this number."""
         self.values[number], self._numbers[id(value)] = value, number
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """They are shared no longer."""
+        """Ends the sharing of these values."""
         for number in numbers:
             del self._numbers[id(self.values.pop(number))]
             self.told.pop(number, None)
 
     def let_go(self) -> list[int]:
-        """Those that nothing on this side refers to any more, but for others of them; and those that are too large to
-        be compared at each question."""
+        """The values whose sharing can end: those to which only other shared values on this side refer, and those that
+        are too large to be compared at each question."""
         inside: dict[int, int] = {}
         for number in self.values:
             self._count(self.values[number], inside)
@@ -133,11 +135,11 @@ class _Shared:
             kept.add(number)
             within: dict[int, int] = {}
             self._count(value, within)
-            left += within  # which is kept by it
+            left += within  # values inside a kept value are kept too
         return [number for number in self.values if number not in kept]
 
     def _count(self, value: Any, found: dict[int, int]) -> None:
-        """How often each of them stands directly in a value."""
+        """Adds to `found` how often each shared value is an element of `value`."""
         if isinstance(value, dict):
             value = (*value.keys(), *value.values())
         elif not isinstance(value, list | tuple | set) and type(value).__name__ != "deque":
@@ -154,32 +156,32 @@ def _references(values: Mapping[int, Any], number: int) -> int:
 
 
 class Values:
-    """Values as JSON, and back, on one side. guarded: that of the tests."""
+    """Converts values to JSON and back, on one side of the exchange. guarded: whether this is the side of the tests."""
 
     def __init__(self, *, guarded: bool) -> None:
         self.guarded = guarded
-        self.distrusted: list[str] = []  # operators whose word was not taken
-        self.crossed = 0  # errors of asserts of this side that the other could have caught
-        self.mine: dict[int, Any] = {}  # what the other side refers to
-        self._numbers: dict[int, int] = {}
-        self._theirs: dict[int, Any] = {}
-        self._kinds: dict[str, type] = {}
+        self.distrusted: list[str] = []  # operators of the answer's classes whose results were not accepted
+        self.crossed = 0  # AssertionErrors of this side that were sent to the other side, which could have caught them
+        self.mine: dict[int, Any] = {}  # objects of this side to which the other side refers, by number
+        self._numbers: dict[int, int] = {}  # id of such an object -> its number
+        self._theirs: dict[int, Any] = {}  # stand-ins for objects of the other side, by number
+        self._kinds: dict[str, type] = {}  # classes of stand-ins, by the facts about an object's class
         self._shared = _Shared(int(guarded))
-        self._depth = 0  # of questions within questions
+        self._depth = 0  # of nested questions
 
     def ask(self, what: str, of: Any, *arguments: Any, **named: Any) -> Any:
-        """What the other side answers: Peer's."""
+        """Asks the other side; see Peer.ask."""
         raise NotImplementedError
 
     def called(self, number: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What a call of an object of the other side returns."""
+        """Calls an object of the other side and returns the result."""
         return self.ask("special", number, "__call__", *arguments, **named)
 
-    # Values -> JSON. What is mutable stands in the heap, and elsewhere by its number.
+    # Values -> JSON. The content of a mutable value is in the heap of a message, and a reference to it is its number.
 
     def _heap(self) -> dict[str, Node]:
-        """The contents that the other side does not have: of all shared values, and within a question within another
-        of those that it or the question before was about."""
+        """The contents of shared values that have changed since they were last sent. In a nested question only the
+        values in it and in the message before it are compared, else all."""
         shared, heap = self._shared, {}
         left = list(shared.values if self._depth <= 1 else shared.mentioned)
         shared.mentioned.clear()
@@ -189,7 +191,7 @@ class Values:
             content = self._content(shared.values[number])
             if shared.told.get(number) != content:
                 heap[str(number)] = shared.told[number] = content
-            left += shared.mentioned - done  # by that content
+            left += shared.mentioned - done  # values inside this content
             done |= shared.mentioned
         shared.mentioned.clear()
         return heap
@@ -209,7 +211,7 @@ class Values:
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is str:
             return value
-        if kind is types.TracebackType:  # of a context manager's end
+        if kind is types.TracebackType:  # an argument of a context manager's __exit__
             return None
         if kind is int:
             return value if -_LONG < value < _LONG else ["int", hex(value)]
@@ -229,7 +231,7 @@ class Values:
         return self._known_node(value) or self._reference(value)
 
     def _known_node(self, value: Any) -> Node:
-        """What the other side finds in a library by its name."""
+        """A function or class that the other side can find in a library by name; None for other values."""
         if not isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
             return None
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -260,7 +262,7 @@ class Values:
         return number
 
     def _note(self, error: BaseException) -> None:
-        """Counts an error of an assert of this side that goes to the other."""
+        """Counts an AssertionError that was raised on this side and is sent to the other."""
         known = vars(error)
         if isinstance(error, AssertionError) and error.__traceback__ and not {"_heard", "_remote_error"} & known.keys():
             self.crossed += 1
@@ -281,7 +283,8 @@ class Values:
         return ["error", self._lineage(type(error)), given, text, self._shown(error)]
 
     def _lineage(self, kind: type) -> Node:
-        """A class of exceptions and those that it is derived from, up to the first that is built in: [number, name]."""
+        """[number, name] of an exception class and of its base classes, up to the first built-in one, whose number is
+        None."""
         found: list[Node] = []
         for one in kind.__mro__:
             if one.__module__ == "builtins":
@@ -290,7 +293,7 @@ class Values:
                 found.append([self._shown(one), one.__name__])
         raise TypeError("no class of exceptions")
 
-    # JSON -> values. Raises ValueError, KeyError and the like for what is none.
+    # JSON -> values. Invalid JSON raises ValueError, KeyError and the like.
 
     def _hear(self, heap: Mapping[str, Node]) -> None:
         shared, told = self._shared, {int(number): content for number, content in heap.items()}
@@ -391,7 +394,7 @@ class Values:
             error.args = tuple(given)
             if lineage[0][0] is None:
                 error = kind(*given)
-        except Exception:  # of such as want other arguments than they keep
+        except Exception:  # a class whose arguments differ from its `args`
             error = RuntimeError(text)
         vars(error)["_heard"] = True
         if lineage[0][0] is not None:
@@ -400,16 +403,20 @@ class Values:
 
 
 class Peer(Values):
-    """One side of the exchange. `serve` answers a question of the other side: the peer, what is asked, of what, the
-    arguments, and those by name. guarded: the side of the tests."""
+    """One side of the exchange, over a socket.
+
+    serve: answers a question of the other side; its arguments are this Peer, what is asked, the number of the object
+    (or None), and the positional and named arguments. guarded: whether this is the side of the tests.
+    """
 
     def __init__(self, connection: _socket.socket, serve: Serve, *, guarded: bool) -> None:
         super().__init__(guarded=guarded)
         self._connection, self._serve = connection, serve
-        self._turn = threading.RLock()  # tests may have threads
+        self._turn = threading.RLock()  # one question at a time, since tests may have threads
 
     def ask(self, what: str, of: Any, *arguments: Any, **named: Any) -> Any:
-        """The other side's answer. Raises what it raises there, NotHanded, and Gone."""
+        """Sends a question and returns the answer; meanwhile answers questions of the other side. Raises the exception
+        that the question raises there, NotHanded if an argument cannot be sent, and Gone."""
         with self._turn:
             self._depth += 1
             try:
@@ -422,7 +429,7 @@ class Peer(Values):
                 self._depth -= 1
 
     def _taken(self, message: list[Any]) -> Any:
-        """The value of an answer. Raises the exception that it is."""
+        """The value of an answer, or the exception in it, which is raised."""
         try:
             kind, node, gone, heap = message
             self._hear(heap)
@@ -437,7 +444,7 @@ class Peer(Values):
         return value
 
     def answer(self) -> None:
-        """Answers the other side's questions until that is gone. Raises Gone."""
+        """Answers the other side's questions. Never returns; raises Gone when the other process has ended."""
         while True:
             self._answer(self._receive())
 
@@ -465,7 +472,7 @@ class Peer(Values):
             raise
         except BaseException as error:
             self._note(error)
-            error.__traceback__ = error.__context__ = error.__cause__ = None  # whose frames have references
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames refer to shared values
             return "raised", self._error_node(error)
 
     def _send(self, message: list[Any]) -> None:
@@ -525,7 +532,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _found(module: str, name: str) -> Any:
-    """What a library has under that name; None for none."""
+    """The object of that name in a module; None if there is none."""
     found: Any = __import__(module, fromlist=["*"])
     for part in name.split("."):
         found = getattr(found, part, None)

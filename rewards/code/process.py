@@ -1,11 +1,12 @@
-"""Python code that a policy wrote, run in a process of its own: as a tool's call, or under unit tests.
+"""Runs Python code that the policy wrote in a process of its own: a call of the Python tool (`run`), or a program such
+as the unit tests of rewards.built_in.unit_tests (`outcome_of`).
 
-The process confines itself (cluster.confinement), and `gleaner doctor` says by what on this kernel. **Limits and walls
-keep it from your files, processes and secrets, and are no virtual machine**: a mistake of the kernel is a way out. Give
-a container to what you do not trust.
+The process confines itself (cluster.confinement), and `gleaner doctor` says which walls this kernel has. **Limits and
+walls keep the code from your files, processes and secrets, and are no virtual machine**: a bug of the kernel is a way
+out. Run code that you do not trust in a container.
 
-Nothing that the code can change is opened by its name here: what it prints goes to a file in memory that has none, of
-which one descriptor is kept, and its folder is wiped without following anything in it.
+This module opens nothing by a name that the code could change: the code prints to a file in memory without a name, and
+its folder is removed without following links in it.
 """
 
 import asyncio
@@ -29,22 +30,23 @@ from cluster.files import abandoned, locked, wipe
 log = logging.getLogger("rewards")
 
 PROGRAM = "rewards.code.child"
-FILES, FILES_BYTES = 1000, 4  # in its folder, and how many times file_bytes they may take together
-LOOK_S = 0.2  # between looks at that folder: the kernel counts what is in no folder
+FILES, FILES_BYTES = 1000, 4  # files in the code's folder, at most, and their size together as a multiple of file_bytes
+LOOK_S = 0.2  # between two checks of the code's folder, whose total size no limit of the kernel bounds
 _PREFIX = "python-tool-"
 _ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one call.
+    """The limits of one call.
 
     Attributes:
-        seconds: of wall time, and of CPU time; less than the time-out of whoever waits (PythonTools, a reward
-            function), which would show nothing of what was printed.
-        memory_bytes: that the process may write to (RLIMIT_DATA).
-        file_bytes: of any file that it writes, and of what it prints; all files together may take four times that.
-        characters: of what it printed that are shown.
+        seconds: wall time, and CPU time. It must be less than the time-out of the caller (PythonTools, a reward
+            function), at which the printed text would be lost.
+        memory_bytes: writable memory of the process (RLIMIT_DATA).
+        file_bytes: size of each file that the process writes, and of its output; all files together may have four times
+            that.
+        characters: length of the printed text that is returned.
     """
 
     seconds: float = 8.0
@@ -54,19 +56,21 @@ class Limits:
 
 
 class Outcome(NamedTuple):
-    """What a program printed, cut in the middle where it is too long, and how it ended if not well, else ''."""
+    """The outcome of a program. printed: its output, cut in the middle if it is too long. ended: why the program was
+    stopped or which signal ended it, else ''."""
 
     printed: str
     ended: str
 
 
 async def run(code: str, limits: Limits) -> str:
-    """What `code` prints to stdout and stderr, cut in the middle where it is too long, then how it ended if not well.
+    """Runs `code` and returns what it prints to stdout and stderr, cut in the middle if that is too long, and then why
+    it was stopped, if it was.
 
-    It starts in an empty folder that is wiped afterwards, with no variables of ours in its environment. It reads the
-    interpreter and its libraries and writes its own folder, has no network, starts no processes and signals none, as
-    far as this kernel can see to that (`gleaner doctor`). Python's own ways to network and processes are refused on any
-    kernel, as an error that the code sees; where that is all there is, code that goes below Python finds a way.
+    The code starts in an empty folder, which is removed afterwards, and with none of this process's variables in its
+    environment. It can read the interpreter and its libraries, write to its folder, and neither use the network nor
+    start or signal processes, as far as this kernel can enforce that (`gleaner doctor`). Python's own functions for
+    network and processes raise an error on any kernel; without the kernel's walls, code can evade this below Python.
     """
     outcome = await outcome_of(PROGRAM, code.encode("utf-8", "replace"), limits)
     ended = f"error: {outcome.ended}" if outcome.ended else ""
@@ -74,9 +78,9 @@ async def run(code: str, limits: Limits) -> str:
 
 
 async def outcome_of(module: str, given: bytes, limits: Limits, *, start_s: float = 0.0) -> Outcome:
-    """Runs `main` of one of our modules to its end, in a fresh interpreter and a folder of its own, with `given` as its
-    standard input. start_s: more wall time, for a program that keeps the limit itself once it has started. Raises
-    OSError where this process can start none."""
+    """Runs `main` of one of our modules in a fresh interpreter and a folder of its own, with `given` as its standard
+    input, until it ends or exceeds a limit. start_s: additional wall time, for a program that enforces `seconds` itself
+    once it has started. Raises OSError if no process can be started."""
     with _folder() as home, nameless(given) as told, nameless() as output:
         program = Program(
             command(module, str(math.ceil(limits.seconds)), str(limits.memory_bytes), str(limits.file_bytes)),
@@ -94,7 +98,7 @@ async def outcome_of(module: str, given: bytes, limits: Limits, *, start_s: floa
 
 
 async def _ended(end: asyncio.Future[None], home: Path, limits: Limits, start_s: float) -> str:
-    """Waits for its end, or for what is to end it: that in words, else ''."""
+    """Waits until the program ends or must be stopped. Returns why it must be stopped, else ''."""
     try:
         async with within(limits.seconds + start_s):
             while not (await asyncio.wait([end], timeout=LOOK_S))[0]:
@@ -115,7 +119,8 @@ def _death(code: int, limits: Limits) -> str:
 
 
 def _shown(descriptor: int, most: int) -> str:
-    """Its beginning and its end, which has the error; read no further than needed."""
+    """The text of an output file; of a text longer than `most` bytes only the beginning and the end, which may have an
+    error, are read."""
     size = os.fstat(descriptor).st_size
     if size <= most:
         return os.pread(descriptor, size, 0).decode("utf-8", "replace")
@@ -126,7 +131,7 @@ def _shown(descriptor: int, most: int) -> str:
 
 
 def _too_much(folder: Path, most_bytes: int) -> bool:
-    """Whether there are more than FILES, or such as take more bytes. Looks no further than it must."""
+    """Whether a folder has more than FILES files and folders, or they take more than `most_bytes` on the disk."""
     files, taken, folders = 0, 0, [str(folder)]
     while folders:
         try:
@@ -138,17 +143,17 @@ def _too_much(folder: Path, most_bytes: int) -> bool:
                         return True
                     if stat.S_ISDIR(found.st_mode):
                         folders.append(entry.path)
-        except (FileNotFoundError, PermissionError):  # removed meanwhile, or closed to itself, too
+        except (FileNotFoundError, PermissionError):  # the code has removed the folder, or closed it even to itself
             continue
-        except OSError:  # nested beyond the longest path
+        except OSError:  # the path is too long, since folders are nested very deeply
             return True
     return False
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """An empty folder, wiped at the end, and locked until then: where this process is killed, others know by that that
-    it is nobody's (`sweep`)."""
+    """An empty folder, which is removed at the end of the block. It is locked until then, so that other processes can
+    tell that it is abandoned if this process is killed (`sweep`)."""
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     lock = None
     with contextlib.suppress(OSError):  # a file system without locks
@@ -162,7 +167,7 @@ def _folder() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Wipes the folders that killed processes have left here."""
+    """Removes the folders that killed processes have left on this machine."""
     for folder in abandoned(Path(tempfile.gettempdir()), _PREFIX):
         _wipe(folder)
 
@@ -170,7 +175,7 @@ def sweep() -> None:
 def _wipe(folder: Path) -> None:
     try:
         wipe(folder)
-    except FileNotFoundError:  # another process has just wiped it
+    except FileNotFoundError:  # another process has just removed it
         return
     except OSError as error:
         log.warning("%s: a folder of a policy's code could not be removed: %s", folder, error)

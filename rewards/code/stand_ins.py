@@ -1,11 +1,14 @@
-"""Stand-ins for objects of another process, and how far their word is taken (rewards.code.exchange).
+"""Stand-ins for objects of another process, and the rules by which their results are trusted (rewards.code.exchange).
 
-A stand-in's class has the operators of the object's class. Where that is derived from a plain type, int or tuple, say,
-and says nothing of its own, the operator works on the plain value, here. All else is asked for there. The side of the
-tests does not take what an operator of the answer's own class says of a value of the test, since such a class can say
-that it equals all: not its `==`, not its order against such a value, and no number that came of one by arithmetic.
-Nor does it ask such a class what Python knows of the plain value (its length, `endswith`, `items`), unless the test has
-called the class itself, which is then what it tests (`class LRUCache(OrderedDict)` and its `get`).
+The class of a stand-in has the operators of the object's class. If that class is derived from a plain type, such as int
+or tuple, and does not define an operator itself, the operator works on the plain value in this process. Every other
+operation is asked of the object's process.
+
+The tests' side does not trust operators of the answer's own classes that involve a value of the test, since such a
+class could claim to equal everything. So it refuses their `==`, their order against a value of the test, and every
+number that arithmetic with such a value gave. It also takes from the plain value what Python knows of it (length,
+`endswith`, `items`), unless the test has called the class itself, and so tests it (`class LRUCache(OrderedDict)` and
+its `get`).
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ if TYPE_CHECKING:
 
     from rewards.code.exchange import Values
 
-TESTS = "tests"  # the module of the classes that tests define
+TESTS = "tests"  # __module__ of the classes and functions that tests define
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _TOLD_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__", "__module__")
-# What a value of a subclass of these is, less all that the subclass says of itself.
+# Plain type -> how to get the plain value of an instance of a subclass without calling a method of the subclass.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__index__,
     float: float.__float__,
@@ -42,7 +45,7 @@ _READ_ONLY: dict[type, Sequence[str]] = {
     list: ("copy", "count", "index"), dict: ("copy", "get", "items", "keys", "values"), set: dir(frozenset),
     bytearray: dir(bytes),
 }  # fmt: skip
-# Methods of the plain types that change nothing.
+# Methods of the plain types that do not change the value.
 _READS = {
     kind: frozenset(
         name
@@ -66,7 +69,7 @@ _COMBINES = _CHANGES - _special("setitem delitem") | _special(
     "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor", ("", "r")
 )
 _NUMBERS = _special("bool int float index complex round trunc floor ceil abs neg pos invert")
-_DECIDES = _COMPARES | _COMBINES | _CHANGES  # where what an own class says has rules of its own
+_DECIDES = _COMPARES | _COMBINES | _CHANGES  # operators with rules of their own in the answer's classes (kind_of)
 SPECIAL = (
     _COMPARES
     | _CHANGES
@@ -86,7 +89,8 @@ class NotHanded(TypeError):
 
 
 def may_be_shown(value: Any) -> bool:
-    """Functions, iterators, and what tests have defined themselves."""
+    """Whether the answer may get a stand-in for an object of the tests: a function, an iterator, or an instance or
+    class that the tests define."""
     if isinstance(value, (*_CALLABLE, types.GeneratorType)) or type(value).__module__ == TESTS:
         return True
     if isinstance(value, type):
@@ -97,12 +101,12 @@ def may_be_shown(value: Any) -> bool:
 
 
 def facts_of(value: Any) -> dict[str, Any]:
-    """What the stand-in's class must know."""
+    """The facts about an object's class from which `kind_of` makes the class of its stand-ins."""
     kind = type(value)
     homes = {name: next((one for one in kind.__mro__ if name in vars(one)), object) for name in sorted(SPECIAL)}
     special = {name: home for name, home in homes.items() if home is not object and getattr(kind, name) is not None}
     base = next((one for one in kind.__mro__ if one in _PLAIN), None)
-    misses = base is dict and hasattr(kind, "__missing__")  # which says what the plain type's operator does not
+    misses = base is dict and hasattr(kind, "__missing__")  # then dict's operator calls a method of the subclass
     return {
         "name": kind.__name__,
         "special": list(special),
@@ -115,8 +119,9 @@ def facts_of(value: Any) -> dict[str, Any]:
 
 
 class _State:
-    """Of a stand-in. tainted: it came of an operator with a value of the test. made: the test called its class, or it
-    came of such an object by an operator. plain: what is plain of it, once that is known, unless it can change."""
+    """The state of a stand-in. number: of the object. tainted: the object is the result of an operator with a value of
+    the test. made: the test has created the object by calling its class, or by an operator from such an object. plain:
+    the plain value, once it is known and if it is immutable."""
 
     def __init__(self, peer: Values, number: int) -> None:
         self.peer, self.number, self.tainted, self.made = peer, number, False, False
@@ -124,7 +129,7 @@ class _State:
 
 
 class Remote:
-    """A stand-in for an object of the other side; its subclasses have the operators of that object's class."""
+    """A stand-in for an object of the other side. Its subclasses have the operators of that object's class."""
 
     __slots__ = ("_of_exchange",)
     _is_plain = _is_class = False
@@ -138,7 +143,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         found = _asked(self, "get", name)
-        if name in type(self)._reads and callable(found) and not state_of(self).made:  # no field that is called so
+        if name in type(self)._reads and callable(found) and not state_of(self).made:  # a method, and no field
             return _method_of_plain(name, self)
         return found
 
@@ -179,13 +184,14 @@ def _asked(stand_in: Remote, what: str, *arguments: Any, **named: Any) -> Any:
 
 
 def kind_of(facts: Mapping[str, Any], *, guarded: bool) -> type:
-    """The class of stand-ins for objects of a class with these facts."""
+    """Makes the class of stand-ins for objects of a class with these facts. guarded: whether this is the tests' side,
+    whose operators follow the rules of trust."""
     base = next((kind for kind in _PLAIN if kind.__name__ == facts["base"]), None)
     changes = base in _CHANGEABLE
     members: dict[str, Any] = {"__slots__": (), "_is_plain": base is not None, "_is_class": facts["class"]}
     if base is not None:
         members["_reads"] = _READS[base] if guarded else frozenset()
-        members["__class__"] = property(lambda self: base)  # by which isinstance goes
+        members["__class__"] = property(lambda self: base)  # isinstance looks at it
     for name in SPECIAL.intersection(facts["special"]):
         if not guarded:
             members[name] = _forwarded(name)
@@ -223,7 +229,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _of_plain(name: str, base: type) -> Callable[..., Any]:
-    """By what is plain of it, where its class says nothing of its own."""
+    """The operator of the plain type, on the plain values of its operands."""
 
     def of_plain(self: Remote, *arguments: Any) -> Any:
         return getattr(base, name)(*map(_plain_of, (self, *arguments)))
@@ -239,7 +245,7 @@ def _method_of_plain(name: str, value: Remote) -> Callable[..., Any]:
 
 
 def _plain_operator(name: str, base: type | None) -> Callable[..., Any] | None:
-    """What a plain type has under that name; None for nothing."""
+    """The operator of a plain type under that name; None if it has none."""
     if base is None or (name != "__bool__" and getattr(base, name, None) is None):
         return None
     return _of_plain(name, base) if hasattr(base, name) else lambda self: bool(_plain_of(self))
@@ -250,7 +256,8 @@ def _unless_made(plain: Callable[..., Any], own: Callable[..., Any]) -> Callable
 
 
 def _plain_of(value: Any) -> Any:
-    """Of what cannot change asked for once, so that it is one value, whatever it is compared with."""
+    """The plain value of a stand-in; any other value as it is. An immutable plain value is asked for only once, so that
+    the answer cannot give another value for each comparison."""
     if not isinstance(value, Remote) or not type(value)._is_plain:
         return value
     state = state_of(value)
@@ -263,8 +270,8 @@ def _plain_of(value: Any) -> Any:
 
 
 def shown_of(value: Any, what: str, given: tuple[Any, ...], named: dict[str, Any], *, guarded: bool = False) -> Any:
-    """What one side is told of an object of the other, which is `guarded` if it shows no more than an answer needs.
-    Raises whatever the object does, NotHanded, KeyError."""
+    """Answers a question of the other side about an object of this side. guarded: whether this is the tests' side,
+    which answers only what an answer needs. Raises what the object raises, NotHanded, KeyError."""
     if guarded:
         _check_may_be_told(value, what, given)
     if what == "special":
@@ -307,7 +314,8 @@ def _check_may_be_told(value: Any, what: str, given: tuple[Any, ...]) -> None:
 
 
 def _compared(name: str) -> Callable[..., Any]:
-    """Of two objects of the answer its order is believed, as a method's answer is; its equality never."""
+    """A comparison by an operator of the answer's class. The order of two objects of the answer is trusted, as the
+    result of a method is; equality is never trusted."""
 
     def compared(self: Remote, other: Any) -> Any:
         if name in _EQUALS or not isinstance(other, Remote) or state_of(self).tainted or state_of(other).tainted:
@@ -318,8 +326,10 @@ def _compared(name: str) -> Callable[..., Any]:
 
 
 def _combined(name: str, *, own: bool) -> Callable[..., Any]:
-    """What comes of an object of the answer and a value of the test may be the sum of two vectors; as a number it may
-    be the difference from what the test expects. Not its own: a plain type's operator that changes the object."""
+    """An arithmetic operator of an object of the answer. With a value of the test, a resulting object is tainted (it
+    may be the sum of two vectors), and a plain result is refused, since it may be the difference from what the test
+    expects. own: whether the answer's class defines the operator; if not, it is one of a plain type that changes the
+    object."""
 
     def combined(self: Remote, other: Any, *more: Any) -> Any:
         found = _asked(self, "special", name, other, *more)
@@ -354,5 +364,5 @@ def _distrusted(stand_in: Remote, name: str) -> Untrusted:
 
 
 async def awaited(peer: Values, number: int) -> Any:
-    """A coroutine of the other side, which runs there from its beginning to its end."""
+    """A coroutine that awaits a coroutine of the other side; that runs there from its beginning to its end."""
     return peer.ask("await", number)

@@ -1,13 +1,15 @@
-"""Unit tests and the answer that they are of, in a process each: what rewards.built_in.unit_tests starts.
+"""The program that rewards.built_in.unit_tests starts: it runs unit tests in one process, and the answer that they test
+(the policy's code) in another.
 
-The first process forks the second before it has read anything. The second runs the answer and never has the tests: it
-is asked for names, calls, attributes and so on (rewards.code.exchange). The first runs the tests, in an interpreter in
-which no line of the answer ever ran, with names that lead to the answer's; it compares, and says what passed. So an
-answer decides what its own calls return, and nothing else, and it does not know what is expected.
+The first process forks the second before it has read anything. The second runs the answer and never has the tests; it
+answers questions about names, calls, attributes and so on (rewards.code.exchange). The first runs the tests, in an
+interpreter that never ran a line of the answer, with stand-ins for the answer's objects; it compares, and reports which
+tests passed. So an answer decides only what its own calls return, and does not know which results are expected.
 
-Both confine themselves. The first is given JSON on its standard input, the fields of `_Task`, and writes two lines
-of JSON: before the answer begins what that can do, since this kernel lacks a wall; and then `passed`, how many tests
-passed, and `why`, what else there is to say of the answer.
+Both processes confine themselves. The first reads JSON from its standard input, the fields of `_Task`, and writes two
+lines of JSON: before the answer runs, what the answer can do because this kernel lacks a wall
+(cluster.confinement.missed); afterwards `passed`, the number of tests that passed, and `why`, what else there is to
+report about the answer.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-MOST_PRINTED = 1 << 20  # bytes of what the answer prints in one call that a test may see
-AGAIN_S = 0.1  # between alarms once the time is over, as tests may catch what one raises
-PATIENCE_S = 0.5  # for the kernel to tell how a process ended whose connection is closed
-# What tests call modules that only the answer imports.
+MOST_PRINTED = 1 << 20  # bytes of the answer's output in one call that a test can read
+AGAIN_S = 0.1  # between alarms once the time is over, since tests may catch the exception of an alarm
+PATIENCE_S = 0.5  # wait for the exit code of a process that has closed its connection
+# Names under which tests use modules that only the answer imports.
 _ALIASES = {"np": "numpy", "pd": "pandas", "nx": "networkx", "sp": "scipy"}
 _ADVICE = "args.same_process runs such tests beside the answer, which can forge them there"
 _PRISTINE = dict(vars(builtins))
 
 
 def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
-    """Both processes, each to its end."""
-    limits = int(seconds) + 1, int(memory_bytes), int(file_bytes)  # of CPU time more than the deadline: that is told
+    """Runs both processes until they end. The arguments are those of `confine`."""
+    limits = int(seconds) + 1, int(memory_bytes), int(file_bytes)  # the deadline comes before SIGXCPU
     here, there = _socket.socketpair()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # which is waited for
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # so that sigtimedwait can wait for it
     child = os.fork()
     if child == 0:
         here.close()
@@ -57,12 +59,12 @@ def main(seconds: str, memory_bytes: str, file_bytes: str) -> None:
     told = os.dup(1)
     walls = confine(*limits, child=child)
     task = _Task(**json.loads(sys.stdin.buffer.read()))
-    _close(0, 1, 2)  # tests print, and libraries warn
+    _close(0, 1, 2)  # the output of tests and warnings of libraries are dropped
     os.write(told, json.dumps(missed(walls)).encode() + b"\n")
     try:
         found = _Tests(_Asking(here, _shown, guarded=True), child, task).outcome()
     except BaseException:
-        os.dup2(told, 2)  # it is a fault of ours, or the memory is used up: said in place of what passed
+        os.dup2(told, 2)  # a bug of gleaner, or no memory left: the traceback takes the place of the result
         raise
     os.write(told, json.dumps(found).encode())
     os._exit(0)
@@ -76,17 +78,17 @@ def _close(*standard: int) -> None:
 
 
 class _Answer:
-    """The process of the answer: what it is asked."""
+    """Runs the answer in its process, and answers the questions of the tests' process."""
 
     def __init__(self, connection: _socket.socket) -> None:
         self._peer = Peer(connection, self._serve, guarded=False)
-        self._module = type(sys)("answer")  # by whose name dataclasses look for it
+        self._module = type(sys)("answer")  # dataclasses look for their module in sys.modules
         sys.modules["answer"] = self._module
         self._printed = io.BytesIO()
         sys.stdout = io.TextIOWrapper(self._printed, "utf-8", "replace", write_through=True)
 
     def serve(self) -> NoReturn:
-        """Until the other process has ended."""
+        """Answers questions until the tests' process has ended, then exits."""
         with contextlib.suppress(Gone):
             self._peer.answer()
         os._exit(0)
@@ -96,8 +98,9 @@ class _Answer:
         return asked(*given) if asked is not None else shown_of(peer.mine[of], what, given, named)
 
     def _run(self, setup: str, code: str) -> bool:
-        """Whether the answer runs to its end. A setup may need what it defines (MBPP's 927: `root = Node(1)`), or it
-        what the setup imports: one that raises before the answer runs again after it."""
+        """Runs the setup and the answer; returns whether both end without an exception. The setup runs before the
+        answer, which may need its imports. If it raises there it runs again afterwards, since it may need what the
+        answer defines (MBPP's 927: `root = Node(1)`)."""
         names = vars(self._module)
         try:
             try:
@@ -112,14 +115,14 @@ class _Answer:
         return True
 
     def _name(self, name: str) -> tuple[str, Any]:
-        """What the answer calls so: a value, a module by its own name, or nothing."""
+        """A global name of the answer: ("value", value), ("module", name of the module) or ("nothing", None)."""
         if name not in vars(self._module):
             return "nothing", None
         value = vars(self._module)[name]
         return ("module", value.__name__) if isinstance(value, type(sys)) else ("value", value)
 
     def _test(self, text: str) -> bool:
-        """Whether a test passes here, where the answer may have changed whatever it likes."""
+        """Whether a test passes in the answer's process (same_process), where the answer may have changed anything."""
         names = vars(self._module)
         names["__builtins__"] = dict(_PRISTINE)
         return _passes(text, names)
@@ -129,7 +132,7 @@ class _Answer:
         self._said()
 
     def _said(self) -> str:
-        """What was printed since it was last asked for."""
+        """Returns the output since the last call of this."""
         text = self._printed.getvalue()[:MOST_PRINTED].decode("utf-8", "replace")
         self._printed.seek(0)
         self._printed.truncate()
@@ -137,16 +140,17 @@ class _Answer:
 
 
 def _shown(peer: Peer, what: str, of: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What the answer is told of a test's own objects: calls, and what is public; no frame, no globals."""
+    """Answers the questions of the answer's process about objects of the tests: calls and public attributes, but no
+    frames and no globals."""
     return shown_of(peer.mine[of], what, given, named, guarded=True)
 
 
 class _Asking(Peer):
-    """The side of the tests. A test that puts something in the place of stdin and stdout has the answer read and print
+    """The tests' side of the exchange. If a test replaces sys.stdin or sys.stdout, the answer's calls read and print
     there."""
 
     def called(self, number: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """As a Peer's."""
+        """Calls an object of the answer, as Values.called does."""
         replaced = sys.stdin is not sys.__stdin__, sys.stdout is not sys.__stdout__
         if not any(replaced):
             return super().called(number, arguments, named)
@@ -158,8 +162,9 @@ class _Asking(Peer):
 
 
 class _Names(dict):  # type: ignore[type-arg]  # (as `typing` is not loaded here)
-    """The names that tests see: their own, the setup's, Python's, and then the answer's; those in `first` the answer's
-    before the setup's and Python's. modules: names that they use as those of modules."""
+    """The global names of the tests, looked up in this order: the tests' own, the setup's, Python's built-ins, the
+    answer's. first: names for which the answer comes before the setup and the built-ins. modules: names that the tests
+    use only as modules."""
 
     def __init__(self, peer: Peer, first: set[str], modules: set[str]) -> None:
         super().__init__(__name__=TESTS)
@@ -185,7 +190,7 @@ class _Names(dict):  # type: ignore[type-arg]  # (as `typing` is not loaded here
         kind, value = self.peer.ask("name", None, name)
         if kind != "module":
             return kind == "value", value
-        if value.rpartition(".")[2] != name:  # of that name it could be any
+        if value.rpartition(".")[2] != name:  # under another name the answer could pass off any module
             raise NotHanded(f"{name}, a module of the answer, cannot be handed to the test, which must import its own")
         return True, _module(value)
 
@@ -195,8 +200,9 @@ def _module(name: str) -> Any:
 
 
 class _Task:
-    """What the first process is given. entry: the name of the function under test, where that is known. same_process:
-    tests run in the answer's process. seconds: for all of it."""
+    """The input of the first process. code: the answer. setup: code that the tests need. tests: each run by itself.
+    entry: the name of the function under test, if known. same_process: whether the tests run in the answer's process.
+    seconds: wall time for setup, answer and tests together."""
 
     def __init__(
         self, code: str, setup: str, tests: list[str], entry: str | None, same_process: bool, seconds: float
@@ -206,14 +212,14 @@ class _Task:
 
 
 class _Tests:
-    """The process of the tests. answer: the number of the other process."""
+    """Runs the tests in their process. answer: the process id of the answer's process."""
 
     def __init__(self, peer: Peer, answer: int, task: _Task) -> None:
         self._peer, self._answer, self._task = peer, answer, task
         self._why: list[str] = []
 
     def outcome(self) -> dict[str, Any]:
-        """How many pass, and what is to be said of the answer, whose process is ended."""
+        """Runs setup, answer and tests, and kills the answer's process. Returns `passed` and `why` (see the module)."""
         passed = 0
         try:
             with within(self._task.seconds, again_s=AGAIN_S):
@@ -225,9 +231,9 @@ class _Tests:
         except Gone as gone:
             passed = 0
             self._why.append(f"{gone}{self._end()}")
-        except BaseException as error:  # of the other process, which may raise what it likes
+        except BaseException as error:  # the answer's process can make `ask` raise any exception
             self._why.append(f"its process raises {type(error).__name__} where it should answer")
-        os.kill(self._answer, signal.SIGKILL)  # here, where it leaves nothing for others to bury
+        os.kill(self._answer, signal.SIGKILL)  # killed and waited for here, so that no zombie is left to others
         os.waitpid(self._answer, 0)
         if said := ", ".join(sorted({*self._peer.distrusted})):
             self._why.append(f"a test would count what {said} of the answer's own class says; {_ADVICE}")
@@ -249,8 +255,8 @@ class _Tests:
         return passed
 
     def _first(self) -> set[str]:
-        """Names that are the answer's although the setup or Python has them, too: of the function under test. Where
-        that is not known, tests that use no other name are of those."""
+        """Names that are looked up in the answer first: that of the function under test. If that is not known, and the
+        tests use no names but those of the setup, built-ins and modules, all names that they use."""
         if self._task.entry is not None:
             return {self._task.entry}
         known = set(_PRISTINE) | set(sys.stdlib_module_names) | set(_ALIASES) | _bound(_parsed(self._task.setup))
@@ -258,8 +264,8 @@ class _Tests:
         return used if used <= known else set()
 
     def _set_up(self, names: _Names) -> None:
-        """The setup's imports, functions and values, which the answer must not be able to replace. Its classes are
-        those of the answer's process, which makes objects of them, too; what does not run here is there as well."""
+        """Runs the setup's imports, functions and values here, so that the answer cannot replace them. Its classes are
+        left to the answer's process, which also makes objects of them, and so are statements that fail here."""
         for statement in _parsed(self._task.setup).body:
             if isinstance(statement, ast.ClassDef):
                 continue
@@ -274,7 +280,7 @@ class _Tests:
             del names[name]
 
     def _end(self) -> str:
-        """How the answer's process ended, in brackets; '' if it lives."""
+        """How the answer's process ended, in brackets; '' if it still runs."""
         signal.sigtimedwait({signal.SIGCHLD}, PATIENCE_S)
         found = os.waitid(os.P_PID, self._answer, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
@@ -297,7 +303,7 @@ def _passes(test: str, names: dict[str, Any], why: list[str] | None = None) -> b
 
 
 def _parsed(text: str) -> ast.Module:
-    """Nothing, of what is no Python."""
+    """The syntax tree of the text; an empty one if it is not Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -309,7 +315,7 @@ def _used(tree: ast.AST) -> set[str]:
 
 
 def _modules(tree: ast.AST) -> set[str]:
-    """Names of which nothing but attributes is used, as math in math.pi."""
+    """Names of which only attributes are used, such as math in math.pi."""
     of_attributes = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     names = {id(node): node.id for node in of_attributes if isinstance(node, ast.Name)}
     others = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in names}
@@ -317,7 +323,7 @@ def _modules(tree: ast.AST) -> set[str]:
 
 
 def _bound(tree: ast.AST) -> set[str]:
-    """Names that it binds, in whatever scope."""
+    """Names that the code binds, in any scope."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
