@@ -285,12 +285,13 @@ class Settings(Frozen):
 
     @property
     def arrangement(self) -> Arrangement:
-        """How the roles lie on the hardware; `auto` before a plan has chosen."""
+        """The arrangement that memory.layout names. Where that is `auto`, learner.driver.memory.Budgets.arrangement is
+        what the memory plan chose."""
         return ARRANGEMENTS[self.memory.layout]
 
     @property
     def kv_dtype(self) -> str:
-        """Of the generators' keys and values: the coarsest type that a logprob goes through."""
+        """The type of the generators' keys and values, which is the coarsest type that a logprob goes through."""
         cached = self.rollout.kv_cache_dtype
         return self.model.dtype if cached == "auto" else cached
 

@@ -1,4 +1,4 @@
-"""The learner's memory within a step: a token budget that is halved when memory runs out (TokenBudget), and a limit on
+"""The learner's memory within a step: a token budget that is lowered when memory runs out (TokenBudget), and a limit on
 the learner's bytes (MemoryLimit).
 """
 
@@ -39,11 +39,12 @@ class OutOfMemory(RuntimeError):
 
 
 class TokenBudget:
-    """The most tokens of a micro-batch. Whenever memory runs out on any rank, it is halved for the rest of the run.
+    """The most tokens of a micro-batch. Whenever memory runs out on any rank, it is lowered for the rest of the
+    run, to half of the largest micro-batch that did not fit.
 
     Attributes:
         tokens: the present budget.
-        retries: how often the budget was halved.
+        retries: how often the budget was lowered.
         peers: the ranks that share the work.
     """
 
@@ -55,7 +56,7 @@ class TokenBudget:
         """Runs `work` on the micro-batches plan(token budget), and returns its results in their order. Each rank works
         on its share and gets the results of all ranks.
 
-        When memory runs out, the budget is halved and all micro-batches are computed again. They start from the
+        When memory runs out, the budget is lowered and all micro-batches are computed again. They start from the
         beginning since the backward pass that failed has added only some of its gradients. Plans begin with their
         largest micro-batch, so a budget that is too large fails before much work is lost.
 
