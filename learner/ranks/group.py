@@ -4,17 +4,16 @@ Everything has a time-out of its own, since torch's is half an hour. A rank that
 others notice within a second; one that hangs is found by its pulse (learner.driver.failure), long before.
 """
 
-import fcntl
 import json
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -73,9 +72,7 @@ def unpacked(message: bytes) -> Any:
 
 T = TypeVar("T")
 
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 MOST_SAID = 160  # characters of torch's own words
-NAME_BYTES, ADDRESS = 256, slice(20, 24)  # of the structure that it fills
 
 
 class Group(Peers):
@@ -174,15 +171,10 @@ class Group(Peers):
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address. ValueError if none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode()))
-            except OSError:  # it has no IPv4 address
-                continue
-            if socket.inet_ntoa(found[ADDRESS]) == address:
-                return name
+    """The network interface that has this address, by the name that gloo knows. ValueError if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (one.address for one in addresses):
+            return str(name)
     raise ValueError(f"cluster.address: Ray names this node {address}, and no network interface here has that address")
 
 
