@@ -23,7 +23,7 @@ def version_of(package: str) -> str | None:
 
 
 SHARED = Path("/dev/shm")
-CGROUP, PROC_MEMORY, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/meminfo"), Path("/proc/version")
+CGROUP, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/version")
 
 
 def main_memory() -> int:
@@ -35,9 +35,9 @@ def main_memory() -> int:
 
 def available_memory() -> int:
     """Bytes of main memory that are free or can be made so, as Linux estimates them; at most `main_memory`."""
-    rows = (line.partition(":") for line in PROC_MEMORY.read_text().splitlines())
-    kilobytes = {name: value.split()[0] for name, _, value in rows if value.split()}
-    return min(int(kilobytes["MemAvailable"]) * 1024, main_memory())
+    import psutil  # not by a reward process, which starts with this module
+
+    return min(int(psutil.virtual_memory().available), main_memory())
 
 
 def _container_limits() -> Iterator[int]:

@@ -5,17 +5,16 @@ connections, so the others notice within a second. A rank that hangs is found by
 long before the time-out.
 """
 
-import fcntl
 import json
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -74,9 +73,7 @@ def unpacked(message: bytes) -> Any:
 
 T = TypeVar("T")
 
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 MOST_SAID = 160  # most characters of torch's message in an error
-NAME_BYTES, ADDRESS = 256, slice(20, 24)  # size of SIOCGIFADDR's argument, and the place of the address in its answer
 
 
 class Group(Peers):
@@ -180,15 +177,11 @@ class Group(Peers):
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface that has this IPv4 address. Raises ValueError if none has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode()))
-            except OSError:  # the interface has no IPv4 address
-                continue
-            if socket.inet_ntoa(found[ADDRESS]) == address:
-                return name
+    """Returns the name of the network interface that has this address, as gloo knows it. Raises ValueError if none
+    has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (one.address for one in addresses):
+            return str(name)
     raise ValueError(f"cluster.address: Ray names this node {address}, and no network interface here has that address")
 
 

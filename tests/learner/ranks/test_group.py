@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import init_process_group, is_initialized
 
 from cluster.actor import Unusable
-from learner.ranks.group import Group, packed, unpacked
+from learner.ranks.group import Group, interface_of, packed, unpacked
 
 
 def test_what_was_abandoned_is_another_rank_s_loss_until_they_meet_again() -> None:
@@ -25,6 +25,12 @@ def test_what_was_abandoned_is_another_rank_s_loss_until_they_meet_again() -> No
             exchange()
     group.leave()
     assert not is_initialized()
+
+
+def test_gloo_is_told_the_interface_that_has_the_address_of_the_node() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match=r"Ray names this node 192\.0\.2\.1, and no network interface here has that"):
+        interface_of("192.0.2.1")  # of documentation, which nobody has
 
 
 # What ranks send each other arrives, and nothing else can be sent.
