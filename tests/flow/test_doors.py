@@ -23,8 +23,8 @@ from tests.flow.run import wait_until
 TOKEN = secrets.token_hex(32)
 CLUSTER = """
 import json, sys
-from cluster.ray_cluster import connect
-from cluster.ray_cluster import metrics_address
+from cluster.errors import WrongInput
+from cluster.ray_cluster import connect, metrics_address
 session = connect("local", min_cpus=1)
 import asyncio, ray
 ray.get(ray.remote(lambda: None).remote())  # a worker process, with its port
