@@ -44,8 +44,9 @@ class GroupSlot:
 # There are groups_per_step * (1 + max_staleness) slots. A group takes a slot when it is begun, and the slot is free
 # again when the policy that learned from the group is with every producer. That alone bounds staleness: a group that
 # was begun at policy version v goes into batch v + max_staleness at the latest (batches and versions count from 0;
-# batch v is trained by version v and makes version v + 1). Younger groups may overtake it as long as the batches up to
-# that batch have room for all older groups; when they have not, the batch waits (earliest deadline first). So no group
+# batch v is trained by version v and makes version v + 1). Groups of a younger version may overtake it as long as the
+# batches up to that batch then still have room for all groups of its version and older ones; when they would not, the
+# batch waits (earliest deadline first). Groups of one version overtake each other freely. So no group
 # gets too old, and none is dropped because its completions are long, which would teach the policy to write short ones.
 # Synchronous training is max_staleness 0: no slot is free before the newest policy is with every producer.
 #
@@ -53,12 +54,13 @@ class GroupSlot:
 # time. So a worker that takes longer for a group than the run takes for 1 + max_staleness batches sets the pace of the
 # whole run.
 #
-# What a lost worker costs: its groups are missing until the lost call ends (at once if the process died, after
-# deadlines.group if it hangs). Then their slots are free and their positions are issued again, before any new position,
-# to whichever worker asks first. The lost worker asks again once a fresh process has the newest policy, which takes
-# deadlines.start, then deadlines.push to load the policy and deadlines.push to prove it at most (with max_staleness
-# above 0 each push also deadlines.group, since running completions may have to finish first). The consumer gives up,
-# and ends the run, after deadlines.start + deadlines.group.
+# What a lost worker costs: its groups are missing until the loss is noticed (at once if the process died, after half of
+# deadlines.heartbeat if its event loop hangs, after deadlines.group if only the call hangs). Then their slots are free
+# and their positions are issued again, before any new position, to whichever worker asks first. The lost worker asks
+# again once a fresh process has the newest policy. A try takes deadlines.start, then deadlines.push to load the policy
+# and deadlines.push to prove it at most (with max_staleness above 0 each push also deadlines.group, since running
+# completions may have to finish first); a late start is tried again. The consumer gives up, and ends the run, after
+# deadlines.start + deadlines.group (with dynamic sampling 9 * deadlines.group).
 #
 # Why no wait is endless. Suppose that the consumer waits for its next group, and call a group admitted from `admit`
 # until it is taken or given up.
@@ -75,9 +77,9 @@ class GroupSlot:
 #   deadlines.push + deadlines.start at most. A free slot goes to the first lane that asks, of any worker, and a lane
 #   generates one group after another: one living worker is enough.
 #
-# Example: one of two workers hangs. It holds the slots of its lanes, at most half of all, until its calls end. The
-# other worker generates groups with the remaining slots, and the consumer takes them until a batch lacks only groups of
-# the hung worker.
+# Example: one of two workers hangs. It holds the slots of its lanes, at most half of all, rounded up (so a single slot
+# may be its own), until its calls end. The other worker generates groups with the remaining slots, and the consumer
+# takes them until a batch lacks only groups of the hung worker.
 
 
 class Admission:
@@ -102,7 +104,7 @@ class Admission:
 
     @property
     def version(self) -> int:
-        """The policy version that every producer holds."""
+        """The newest policy version that every producer with a process has acknowledged."""
         return self._first_version + self._released // self._groups_per_step
 
     @property

@@ -81,7 +81,9 @@ class PolicyFeed:
     async def follow(self, push: Push) -> None:
         """Proves the policy `push`, which was delivered, then delivers and proves each newer one, for ever."""
         while True:
-            if self._held >= push.policy_id.version:  # else the learner overwrote the policy before the worker read it
+            # Else the learner overwrote the policy before the worker read it, or the process was lost since: the fresh
+            # one is brought the newest policy, and proven to have it, by _bring_newest.
+            if self._held >= push.policy_id.version:
                 await self._bring(self.prove, push)
             push = await self.policy_slot.wait_newer(push.policy_id.version)
             await self._bring(self.deliver, push)
@@ -366,8 +368,8 @@ class SupervisedWorker:
                 log.warning("%s; the other generators go on, and it is tried again", late)
 
 
-# The run ends when more groups of one problem than this were lost. A generator that dies loses all groups that it was
-# generating, so a single loss does not prove that the problem is to blame.
+# The run ends when more groups of one position of the stream than this were lost. A generator that dies loses all
+# groups that it was generating, so a single loss does not prove that the problem is to blame.
 MAX_LOSSES = 5
 
 
@@ -424,7 +426,8 @@ class Producer:
     async def run(self, workers: int) -> None:
         """Produces groups until cancelled, or until an error that fresh processes do not cure is raised.
 
-        workers: rollout workers of the run, among which the slots of the Buffer are divided.
+        workers: number of rollout workers of the run; it decides how many lanes this one has. Slots go to the lane that
+        asked first.
         """
         try:
             first = await self.feed.first()

@@ -51,7 +51,7 @@ class WorkerSpec:
     printed: Path | None = None  # file for what reward functions print
     reward_processes: RewardProcesses | None = None  # shared by all workers; None: reward_workers beside the engine
     chat_template: Template = "auto"  # data.chat_template
-    steps: int = 0  # optimizer steps of the run
+    steps: int = 0  # steps of the run
 
 
 class RolloutWorker(RolloutService):

@@ -1,6 +1,6 @@
 """The tables of docs/trl.md as JSON files, which the errors quote: python -m tests.trl_places.
 
-TRL's arguments are in learner/config/trl_places.json, PEFT's and other programs' in learner/config/load.json.
+TRL's arguments are in learner/config/trl_places.json, PEFT's and other programs' in learner/config/other_names.json.
 """
 
 import json

@@ -21,8 +21,9 @@ GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
 
 
 class Arrangement:
-    """An arrangement of the roles; by itself that of `auto`: each role has a card of its own if `cluster.gpus` says so;
-    else the memory plan chooses whether the generators of a shared card stay awake or alternate with the learner."""
+    """An arrangement of the roles; by itself that of `auto`. With more than one card in `cluster.gpus` each role
+    has its own. With both roles on one card and max_staleness 0 the memory plan chooses whether the generators stay
+    awake or alternate with the learner. Otherwise, as on a CPU, they stay awake."""
 
     name: ClassVar[str] = "auto"
     rules: ClassVar[tuple[Rule, ...]] = ()
@@ -59,7 +60,8 @@ class Arrangement:
 
 
 class _Chosen(Arrangement):
-    """An arrangement of one layout, which the user has named: the memory plan does not change it."""
+    """An arrangement of one layout, which the memory plan does not change: the user has named it, or the plan has
+    chosen it for `auto`."""
 
     layout: ClassVar[Layout]
 
@@ -84,7 +86,7 @@ class Separate(_Chosen):
 
 
 class Slices(_Chosen):
-    """Both roles are on one card, or on a CPU, and keep their memory all the time."""
+    """Both roles are on one card, or one or both on a CPU, and keep their memory all the time."""
 
     name, layout = "slices", "slices"
     rules = (

@@ -125,7 +125,7 @@ class LearnerConfig(Frozen):
     Less memory, the same gradient to the bit."""
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tokens of a micro-batch, a shared prompt counted once; `auto`: by the memory plan, 8192 without one. The gradient
-    does not depend on it; it is halved, and the step taken again, when memory runs out."""
+    depends on it by rounding alone; when memory runs out it is lowered, and what did not fit is computed again."""
     reduce: Literal["auto", "exact", "fast"] = "auto"
     """How gradients of micro-batches are added. `exact`: without rounding, so that the number of ranks
     (`cluster.learners`) changes no bit; 16 bytes more for each weight of the adapter, and finer micro-batches. `fast`:
@@ -247,8 +247,8 @@ class Settings(Frozen):
     """Decides the order of problems, sampling, and a new adapter's weights. Another one for another run of the
     same."""
     steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps of the run, or null for `epochs`; 60 where both are null. More while `eval/accuracy` still
-    rises."""
+    """Steps of the run, a batch each (of `learner.updates_per_batch` optimizer steps), or null for `epochs`; 60 where
+    both are null. More while `eval/accuracy` still rises."""
     epochs: Positive | None = None
     """Passes over the problems: the run ends when that many were consumed, with those that dynamic sampling replaced.
     The learning-rate schedule is made for the steps that this takes if none is replaced."""

@@ -36,10 +36,10 @@ class Turns:
 class Hooks:
     """What the driver does at certain points of a run: nothing, by these defaults for independent roles."""
 
-    together: bool = True  # on a CPU, generators and learner may start at the same time
+    together: bool = True  # whether a learner on a CPU starts at the same time as the generators
 
     async def started(self, generator: Actor[RolloutService], deadlines: Deadlines) -> None:
-        """Called when a generator has started, before the learner starts."""
+        """Called when a generator has started, if the generators start before the learner and not with it."""
 
     async def base(self, generators: Sequence[Actor[RolloutService]], deadlines: Deadlines) -> Manifest | None:
         """How the learner maps the generator's base; None where the learner loads a base of its own."""
@@ -73,8 +73,8 @@ class OneBase(Hooks):
         return Turns()
 
     def without_base_s(self, deadlines: Deadlines) -> float:
-        """The seconds until a lost generator is replaced."""
-        return deadlines.start
+        """The most seconds in which a fresh generator starts, shares its base, and the learner maps it."""
+        return 3 * deadlines.start
 
 
 @asynccontextmanager

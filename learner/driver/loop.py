@@ -75,8 +75,9 @@ class Loop:
     async def run(self, resume_from: Path | None, *beside: Coroutine[None, None, None]) -> None:
         """Trains from the checkpoint `resume_from`, or from the start, to the last step or until `stop` is set.
 
-        beside: coroutines that run meanwhile; an exception of one of them ends the run. Whatever ends the run, a
-        checkpoint of its last step is saved first, unless the learner itself failed.
+        beside: coroutines that run meanwhile; an exception of one of them ends the run. Whatever error ends the
+        run, a checkpoint of its last step is saved first, unless there is one, the learner itself or a save failed, or
+        the weights and the consumed problems are not of the same step.
         """
         try:
             await self._run(resume_from, *beside)
@@ -138,7 +139,7 @@ class Loop:
             self.metrics.note(early)
         if kept := self.held_out.kept():
             self.metrics.note(kept)
-        # Batches that were passed over since the last update may use up the problems: that update then was the last.
+        # Batches that were passed over since the last step may use up the problems: that step then was the last.
         used_up = self.training.passed_over and self.schedule.done(self.step)
         if used_up and not self.held_out.evaluated(self.step):
             self.metrics.write_late(self.step, await self._unless_stopped(self._evaluate()) or {})
@@ -193,10 +194,11 @@ batch is one group, chance makes ten such batches in a row once in 60,000."""
 
 
 class Training:
-    """Updates the policy once for each batch. All that it waits for is the learner.
+    """Has the learner take one step for each batch. Waits for the learner, for the thread that writes the ledger, and
+    with memory.layout: alternating for the generators to sleep and to wake.
 
-    step: number of updates so far, which is the version of the learner's policy. agrees: whether the learner has
-    trained on exactly the problems that count as consumed; false while an update is under way.
+    step: number of steps so far, which is the version of the learner's policy. agrees: whether the learner's weights
+    and the problems that count as consumed are of one and the same step; false while a step is under way.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Training:
         self._pipes, self._reward_models = pipes, reward_models
         self._sync, self._turns, self._metrics, self._record = sync, turns, metrics, record
         self._under_way: asyncio.Task[tuple[dict[str, float], Push] | None] | None = None
-        self._passed: list[pa.Table] = []  # groups of the batches that were passed over since the last update
+        self._passed: list[pa.Table] = []  # groups of the batches that were passed over since the last step
         self._in_a_row, self._warned = 0, False
         self._failing: RunEnded | None = None
 
@@ -234,27 +236,27 @@ class Training:
         return push
 
     async def learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
-        """Updates the policy with a batch, and returns the metrics of the update and the new policy. Returns None where
+        """Has the learner take a step on a batch, and returns the step's metrics and the new policy. Returns None where
         the batch was passed over, since none of its completions has a reward, or reward functions failed on most of
-        them; `ends_with` says whether that ends the run. An update that has begun is finished even if the caller is
+        them; `ends_with` says whether that ends the run. A step that has begun is finished even if the caller is
         cancelled.
         """
         self._under_way = asyncio.create_task(self._learn(batch, tasks))
         return await asyncio.shield(self._under_way)
 
     async def settled(self) -> None:
-        """Waits until no update is under way."""
+        """Waits until no step is under way."""
         if self._under_way is not None:
             await asyncio.wait({self._under_way})
 
     def cancel(self) -> None:
-        """Cancels the update that is under way."""
+        """Cancels the step that is under way."""
         if self._under_way is not None:
             self._under_way.cancel()
 
     @property
     def passed_over(self) -> bool:
-        """Whether batches were passed over since the last update."""
+        """Whether batches were passed over since the last step."""
         return bool(self._passed)
 
     def ends_with(self) -> RunEnded | None:
@@ -274,7 +276,7 @@ class Training:
         )
 
     async def _learn(self, batch: Batch, tasks: asyncio.TaskGroup) -> tuple[dict[str, float], Push] | None:
-        """Has reward models score the batch before the update: their scores are recorded with the rollouts."""
+        """Has reward models score the batch before the step: their scores are recorded with the rollouts."""
         async with self._turns.learner():
             groups, spent = await self._reward_models.score(batch.groups, self.step + 1)
             learned = await self._train(groups, batch.useless, tasks)
@@ -323,7 +325,7 @@ class Training:
 
     def _pass_over(self, groups: Sequence[pa.Table], of_step: list[pa.Table]) -> None:
         """Counts a batch that the learner does not train on. of_step: all groups that were generated since the last
-        update; they are kept for the ledger of the next."""
+        step; they are kept for the ledger of the next."""
         self._finish(of_step[: len(of_step) - len(self._passed)])
         self._passed = of_step
         self._in_a_row += 1
@@ -347,8 +349,9 @@ class Training:
 
 
 class Batches:
-    """Takes the groups of each step out of the Buffer. A wait for them is limited by the time that a generator may take
-    to start and a group may take behind others; with dynamic sampling, also by that of the groups that replace it."""
+    """Takes the groups of each step out of the Buffer. It waits for them at most as long as a generator may take to
+    start and a group may take behind others; with dynamic sampling nine times the latter, for groups that are
+    replaced."""
 
     def __init__(self, config: RunConfig, buffer: Buffer, timeline: Timeline) -> None:
         self._config, self._buffer, self._timeline = config, buffer, timeline

@@ -39,8 +39,8 @@ class OutOfMemory(RuntimeError):
 
 
 class TokenBudget:
-    """The most tokens of a micro-batch. Whenever memory runs out on any rank, it is lowered for the rest of the
-    run, to half of the largest micro-batch that did not fit.
+    """The most tokens of a micro-batch. Whenever memory runs out on any rank, it is lowered for as long as the process
+    lives: to half of the plan's largest micro-batch, but not below the longest completion with its prompt.
 
     Attributes:
         tokens: the present budget.
@@ -90,7 +90,7 @@ class TokenBudget:
                 }
                 return [of_place[place] for place in range(len(batches))]
             torch.cuda.empty_cache()  # does nothing without CUDA
-            self._halve(largest=_largest(batches), alone=_largest(plan(1)), reason=next(filter(None, reasons)))
+            self._lower(largest=_largest(batches), alone=_largest(plan(1)), reason=next(filter(None, reasons)))
 
     def _idle(self, batches: Sequence[B], places: Sequence[Sequence[int]]) -> list[B]:
         """Returns idle copies that this rank computes after its own micro-batches, so that all ranks have the same
@@ -101,7 +101,7 @@ class TokenBudget:
         missing = max(map(len, places)) - len(places[self.peers.rank])
         return [batches[-1].idle_copy() for _ in range(missing)]
 
-    def _halve(self, *, largest: int, alone: int, reason: str) -> None:
+    def _lower(self, *, largest: int, alone: int, reason: str) -> None:
         if largest <= alone:
             raise OutOfMemory(
                 f"learner.token_budget: one completion with its prompt, {alone} tokens, does not fit in memory (budget "
@@ -111,7 +111,7 @@ class TokenBudget:
         before, self.tokens = self.tokens, max(min(largest, self.tokens) // 2, alone)
         self.retries += 1
         log.warning(
-            "out of memory in a micro-batch of %d tokens: this step is taken again, and from now on every step, with a "
+            "out of memory with micro-batches of up to %d tokens: they are computed again, and all later ones, with a "
             "token budget of %d instead of %d (%s)",
             largest,
             self.tokens,

@@ -398,8 +398,8 @@ class RoundedUpdater:
 
     @torch.no_grad()
     def step(self, learning_rate: float, *, loss_is_finite: bool) -> tuple[float, bool]:
-        """Updates the weights unless loss or gradient norm is not finite, and frees the gradients. Returns (gradient
-        norm before clipping, whether the weights were updated)."""
+        """Updates the weights and frees their gradients, unless loss or gradient norm is not finite: then both stay as
+        they are. Returns (gradient norm before clipping, whether the weights were updated)."""
         norms = [torch.linalg.vector_norm(w.grad, dtype=torch.float32) for w in self._weights if w.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         if not (loss_is_finite and math.isfinite(norm)):
@@ -468,6 +468,7 @@ def updater_for(
 
 
 def wants_masters(config: LearnerConfig) -> bool:
-    """Whether the trained weights have float32 masters. A whole model has them only with the optimizer adamw, since
-    masters and their gradients take 8 bytes per weight."""
+    """Whether the settings ask for float32 masters of the trained weights. A whole model has them only with the
+    optimizer adamw, since masters and their gradients take 8 bytes per weight, or if it is sharded (_policy in
+    learner.trainer.trainer)."""
     return config.mode == "lora" or config.optimizer.kind == "adamw"

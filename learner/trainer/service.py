@@ -55,7 +55,7 @@ class TrainerService(Protocol):
             the tokens that the present version sampled, in nats. loss/skipped_nonfinite is the number of optimizer
             steps that were skipped. time/train is in seconds. memory/learner_peak is in bytes: on CUDA the allocator's
             peak in this step, on a CPU the highest resident set of the process since its start, without a mapped base.
-            memory/oom_retries is how often this step was computed again with half the token budget.
+            memory/oom_retries is how often the token budget was lowered in this step, and a pass computed again.
 
         Raises:
             ValueError: the groups are malformed or have token ids beyond the vocabulary.

@@ -42,7 +42,8 @@ PER_ROW = pa.list_(pa.float16())
 class TokenMismatch:
     """The mismatch of each trained token of a batch: the learner's logprob minus the sampler's.
 
-    It is recorded for people who look at a run. Nothing is computed from it, and no part of the step waits for it.
+    It is recorded for people who look at a run. Nothing is computed from it. The driver fetches it after the step,
+    beside the new policy.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """The learner's Trainer owns the policy and its optimizer on one device; each call of `step` makes a policy version.
 
-It is a plain class with `async` methods, so that it may live in another process. The blocking work of all methods runs
-in one separate thread, in the order of the calls, and the event loop stays free to answer meanwhile. This module also
+It is a plain class with `async` methods, so that it may live in another process. What computes or
+writes runs in one separate thread, in the order of the calls (but see BaseThread), and the event loop stays free to
+answer meanwhile. This module also
 holds that thread, the export of policies, the learner's answer to a probe, and the guard against non-finite updates.
 """
 
@@ -240,7 +241,7 @@ MAX_IN_A_ROW = 3  # steps whose updates were all skipped, after which the run en
 class NonFiniteGuard:
     """Ends a run whose loss or gradient is not finite in several steps in a row.
 
-    in_a_row: number of steps in a row, up to now, of which every update was skipped.
+    in_a_row: number of steps in a row, up to now, in which every update of a role was skipped.
     """
 
     def __init__(self) -> None:
@@ -250,8 +251,8 @@ class NonFiniteGuard:
         """Counts a step; call it after each. Raises RuntimeError at the third step in a row that was skipped.
 
         failed: the role all of whose updates were skipped (learner.trainer.step.ROLES); None if there is none.
-        may_overflow: whether float16's loss scale, not the model, may be to blame. An overflow halves the scale, and
-            such a step does not count until the scale is down to 1.
+        may_overflow: whether float16's loss scale, not the model, may be to blame. An overflow halves the scale,
+            and until the scale is down to 1 such a step sets the count back to 0.
         """
         self.in_a_row = self.in_a_row + 1 if failed and not may_overflow else 0
         if failed and self.in_a_row >= MAX_IN_A_ROW:
@@ -429,7 +430,8 @@ class Trainer(TrainerService):
         return _memory_metrics(self._memory, self._budget, 0)
 
     def _state(self) -> dict[str, Any]:
-        """Returns all that the next steps depend on, except the weights, as tensors and plain values."""
+        """Returns all that the next steps depend on, except the weights and a token budget that was lowered (it changes
+        rounding only), as tensors and plain values."""
         return {
             "version": self._version,
             "nonfinite": self._guard.in_a_row,
