@@ -84,9 +84,8 @@ async def test_out_of_memory_costs_time_and_nothing_else(
     budget = int(metrics["memory/token_budget"])
     assert budget < 80
     assert seen[0] > 40
-    assert (
-        sum("out of memory with micro-batches of up to" in r.message for r in caplog.records) == metrics["memory/oom_retries"]
-    )
+    told = sum("out of memory with micro-batches of up to" in r.message for r in caplog.records)
+    assert told == metrics["memory/oom_retries"]
     # Equal to a run that had the smaller budget from the start, bit for bit: nothing of the broken pass is left.
     small = make_trainer(tiny_path, token_budget=budget, **settings)
     whole = await small.step(GROUPS)
