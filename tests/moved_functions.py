@@ -16,7 +16,7 @@ from pathlib import Path
 from learner.driver.identity import MOVED_FILE
 
 ROOT = Path(__file__).parents[1]
-BEFORE = "cd4a07a9"  # the last commit with the old places
+BEFORE = ("cd4a07a9", "b68adae0")  # the last commit with the old places, and one between the moves
 MOVED = {
     **{
         f"rewards/{name}.py": f"rewards/built_in/{name}.py"
@@ -26,11 +26,12 @@ MOVED = {
         )
     },
     "rewards/judge_settings.py": "rewards/judge.py",
+    "rollout/env/adapters/trl_rollout.py": "rollout/env/adapters/trl.py",
     **{
         file: file
         for file in (
             "rollout/env/adapters/openenv.py", "rollout/env/adapters/skyrl_gym.py", "rollout/env/adapters/trl.py",
-            "rollout/env/adapters/trl.py", "rollout/env/adapters/verifiers.py",
+            "rollout/env/adapters/verifiers.py",
             "rollout/env/tasks/number_guessing.py", "rollout/env/tasks/second_try.py",
             "rollout/env/tools/calculator.py", "rollout/env/tools/python_code.py", "rollout/env/tools/python_tools.py",
         )
@@ -38,10 +39,13 @@ MOVED = {
 }  # fmt: skip
 
 
-def then(file: str) -> str:
-    """The digest before the move."""
-    content = subprocess.run(["git", "show", f"{BEFORE}:{file}"], cwd=ROOT, capture_output=True, check=True).stdout
-    return hashlib.sha256(content).hexdigest()
+def then(commit: str, old: str, new: str) -> str:
+    """The digest at a commit, in the old place or already in the new one."""
+    for file in (old, new):
+        found = subprocess.run(["git", "show", f"{commit}:{file}"], cwd=ROOT, capture_output=True)
+        if found.returncode == 0:
+            return hashlib.sha256(found.stdout).hexdigest()
+    raise FileNotFoundError(f"{commit} has neither {old} nor {new}")
 
 
 def now(file: str) -> str:
@@ -49,5 +53,10 @@ def now(file: str) -> str:
     return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
 
 
+def table() -> dict[str, str]:
+    """Each digest of before -> that of today."""
+    return {then(commit, old, new): now(new) for commit in BEFORE for old, new in MOVED.items()}
+
+
 if __name__ == "__main__":
-    MOVED_FILE.write_text(json.dumps({then(old): now(new) for old, new in MOVED.items()}, indent=1) + "\n")
+    MOVED_FILE.write_text(json.dumps(table(), indent=1) + "\n")

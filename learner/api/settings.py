@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.reading import check_plain, read_yaml
+from cluster.reading import check_plain
 from learner.api.process import InputError
 from learner.config import RunConfig, load
 from learner.config.load import place_of
@@ -212,7 +212,7 @@ def tree_of(
             "train(..., **settings)"
         )
     try:
-        tree = {} if config is None else read_yaml(Path(config))
+        tree = {} if config is None else load.settings_in(Path(config))
         _forget_own_data(tree, _by_key(datasets))
         own = tree.get("model")
         if model is not None and isinstance(own, dict) and own.get("path") != model:

@@ -98,7 +98,7 @@ class Moved:
         """The error's text: field, rule, next step, value."""
         try:
             found = self.value(given)
-        except (TypeError, ValueError):  # the value was not valid for the old key either
+        except (TypeError, ValueError, ArithmeticError):  # the value was not valid for the old key either
             return f"{self.key}: {self.now} (got {_shown(given)})"
         mend = "leave it out" if found is None else f"write {found[0]}={_as_written(found[1])}"
         return f"{self.key}: {self.now}; {mend} (got {_shown(given)})"
@@ -137,7 +137,7 @@ MOVED = (
     ),
     Moved("env.timeout_s", "is a third of what one group may take now, by cluster.patience", _patience(300.0)),
     Moved(
-        "env.start_timeout_s", "is twice env.step_timeout_s now",
+        "env.start_timeout_s", "is twice env.step_timeout_s now, and at least 60 s",
         lambda given: None if given <= 60 else ("env.step_timeout_s", given / 2),
     ),
     Moved(
@@ -165,7 +165,9 @@ def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
             continue
         try:
             now = moved.value(inner.pop(key))
-        except (TypeError, ValueError) as error:
+            if now is not None and now[0] == "rollout.process_memory":
+                now = now[0], parse_size(now[1])
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise WrongInput(f"{moved.key}: {error}") from None
         if not inner:
             _at(found, ".".join(above[:-1])).pop(above[-1])
@@ -174,7 +176,17 @@ def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
             there = _at(found, name)
             both = isinstance(value, int | float) and isinstance(there, int | float)
             assign(found, name, max(value, there) if both else value)
+    held = _at(found, "rollout.process_memory")
+    if isinstance(held, int) and _at(found, "env.use") is not None:  # it was the limit of reward processes alone
+        assign(found, "rollout.process_memory", max(held, DEFAULT_ENVIRONMENT_MEMORY))
     return found
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file. A file in a run folder was recorded by that run, so its keys may be those of an
+    earlier version; they are translated. Raises WrongInput."""
+    tree = read_yaml(path)
+    return since_moved(tree) if path.with_name(METRICS_FILE).exists() else tree
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -213,9 +225,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
     """
     if other := [word for word in overrides if not word.removeprefix("--").partition("=")[1]]:
         raise WrongInput(_no_setting(max(other, key=lambda word: word.startswith("-"))))
-    tree = read_yaml(Path(path)) if path is not None else {}
-    if path is not None and Path(path).with_name(METRICS_FILE).exists():
-        tree = since_moved(tree)
+    tree = settings_in(Path(path)) if path is not None else {}
     texts = _texts()
     for override in overrides:
         key, _, text = override.removeprefix("--").partition("=")

@@ -21,6 +21,7 @@ from typing import Any
 from cluster.errors import WrongInput
 from cluster.files import digest_of
 from cluster.reading import printable, read_json, read_mapping
+from learner.algo.surrogates import Bounds
 from learner.config import RunConfig
 from learner.config.load import recorded
 from learner.driver.checkpoint import ADAPTER, learned_in
@@ -67,6 +68,7 @@ class Fingerprints:
 
 # Made by tests/moved_functions.py: digest of a file of gleaner's own functions before it was moved -> its digest today.
 MOVED_FILE = Path(__file__).with_name("moved_functions.json")
+RENAMED = {"judge_settings.py": "judge.py", "trl_rollout.py": "trl.py"}  # names of such files before -> today
 
 
 def _since_the_move(parts: Mapping[str, str]) -> dict[str, str]:
@@ -76,9 +78,7 @@ def _since_the_move(parts: Mapping[str, str]) -> dict[str, str]:
     for name, content in parts.items():
         digest, space, version = content.partition(" ")
         place, of, file = name.rpartition(" of ")
-        found[f"{place}{of}{'judge.py' if file == 'judge_settings.py' else file}"] = (
-            f"{same.get(digest, digest)}{space}{version}"
-        )
+        found[f"{place}{of}{RENAMED.get(file, file)}"] = f"{same.get(digest, digest)}{space}{version}"
     return found
 
 
@@ -361,6 +361,8 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
     """Dotted key -> value, of the settings that decide a run's numbers; by_content: without paths to what is compared
     by content."""
     values = config.model_dump(mode="json")
+    given = values["learner"]["loss"]["bounds"]  # each has a name by itself, so that one alone can be allowed to change
+    values["learner"]["loss"]["bounds"] = {name: given.get(name) for name in Bounds.__annotations__}
     left_out = [*FREE, *BY_CONTENT] if by_content else FREE
     found = {
         key: value

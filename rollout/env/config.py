@@ -11,6 +11,8 @@ ENVIRONMENT = "environment"  # the column that names the class of each problem, 
 TURN_TIMEOUT_S = 20.0
 """Seconds for all tool calls of a turn, where env.args.turn_timeout_s does not say; below env.step_timeout_s."""
 
+LEAST_START_S = 60.0  # that a process may take to start, load and reset, however short its answers must be
+
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 
 
@@ -36,9 +38,9 @@ class EnvConfig(Frozen):
     differently later on (they drop thinking, say): `append` goes on and says so at the start, `refuse` ends the run
     before it starts, `template` renders the conversation anew for each turn, in further rows where it was rewritten."""
     step_timeout_s: Seconds = 30.0
-    """Seconds for one answer of the environment, and twice that for its process to start, load and reset; beyond it the
-    trajectory ends as `env_timeout`, without a reward. So it does where the whole trajectory takes longer than a third
-    of what one group may take, 300 s (`cluster.patience`)."""
+    """Seconds for one answer of the environment, and twice that, at least 60, for its process to start, load and reset;
+    beyond it the trajectory ends as `env_timeout`, without a reward. So it does where the whole trajectory takes longer
+    than a third of what one group may take, 300 s (`cluster.patience`)."""
     concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Trajectories that a generator plays at once; `auto`: twice `rollout.max_num_seqs`. Raise it where environments
     are slow, so that the engine has others to sample meanwhile."""
@@ -46,4 +48,4 @@ class EnvConfig(Frozen):
     @property
     def start_timeout_s(self) -> float:
         """Seconds for an environment's process to start, load and reset."""
-        return 2 * self.step_timeout_s
+        return max(LEAST_START_S, 2 * self.step_timeout_s)

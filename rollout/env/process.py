@@ -86,8 +86,8 @@ class Forks:
         raise EnvironmentFault(
             "env_killed",
             "reset: what its process is forked from died each time; see whether the environment's code ends the "
-            "process that loads it, or loads longer than twice env.step_timeout_s, and whether the machine has "
-            "memory and processes left",
+            "process that loads it, or loads longer than twice env.step_timeout_s (at least 60 s), and whether the "
+            "machine has memory and processes left",
         )
 
     def _fork(self, end: socket.socket, folder: str) -> Process:
@@ -139,7 +139,7 @@ class EnvironmentProcess:
         self._answers = False  # whether the last request was answered
 
     async def reset(self, problem: Problem, seed: int) -> Start | Question:
-        async with _within(self._config.start_timeout_s, "reset", "twice env.step_timeout_s"):
+        async with _within(self._config.start_timeout_s, "reset", "twice env.step_timeout_s, at least 60 s"):
             ours, theirs = socket.socketpair()
             self._folder = Path(tempfile.mkdtemp(prefix="environment-"))
             self._process = self._forks.start(theirs, str(self._folder))

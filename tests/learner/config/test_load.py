@@ -119,7 +119,17 @@ def test_what_was_the_default_is_that_of_today() -> None:
     assert config.learner.checkpointing == "full"
 
 
+def test_no_limit_gets_smaller() -> None:
+    env = {"use": "number_guessing", "step_timeout_s": 5, "start_timeout_s": 60}
+    short = recorded(before() | {"env": env, "rollout": {"reward_memory": 2**29}})
+    assert (short.env.start_timeout_s, short.rollout.environment_memory) == (60, 2**30)
+    texts = {"env": env | {"memory": "2GiB"}, "rollout": {"reward_memory": "8GiB"}}
+    assert recorded(before() | texts).rollout.reward_memory == 8 * 2**30
+
+
 def test_what_can_not_be_read_is_refused_in_one_line() -> None:
+    with pytest.raises(WrongInput, match=r"^cluster.deadlines.start: "):
+        recorded(before() | {"cluster": {"deadlines": {"start": 10**400}}})
     with pytest.raises(WrongInput, match=r"^env.memory: not a size"):
         recorded(before() | {"env": {"use": "tools", "memory": "much"}})
     with pytest.raises(WrongInput, match=r"^config: must be a mapping, got list"):
@@ -134,6 +144,9 @@ def test_an_old_run_folder_is_resumed_and_replayed_by_what_it_recorded(tmp_path:
         load_config(str(file), ())  # of nobody's run: there are no metrics
     (tmp_path / "metrics.jsonl").touch()
     assert config_of(tmp_path) == replayed(tmp_path, ()) == load_config(str(file), ()) == recorded(before())
+    with pytest.raises(InputError) as caught:
+        train(config=str(file))  # from Python, too: nothing is said of its old keys
+    assert "now" not in str(caught.value)
     assert replayed(tmp_path, ["learner.loss.bounds={}"]).learner.loss.bounds == {}
     with pytest.raises(WrongInput, match="learner.loss.band: is an argument"):
         replayed(tmp_path, ["learner.loss.band=[0.5, 3]"])

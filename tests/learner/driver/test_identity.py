@@ -22,7 +22,7 @@ from learner.main import main
 from rewards.loader import source_of
 from tests import hub_cache
 from tests.learner.checkpoints import commit
-from tests.moved_functions import MOVED, now
+from tests.moved_functions import BEFORE, now, table, then
 
 
 def made(base: Path, *uses: str, rows: Any = ({"a": 1},), **changed: Any) -> Fingerprints:
@@ -176,13 +176,17 @@ def test_what_a_reward_functions_file_imports_from_beside_it_counts(tmp_path: Pa
 
 def test_a_run_of_before_our_functions_were_moved_has_the_same_ones(tmp_path: Path) -> None:
     moved = json.loads(identity.MOVED_FILE.read_text())
-    assert sorted(moved.values()) == sorted(map(now, MOVED.values())), "python -m tests.moved_functions"
+    assert moved == table(), "python -m tests.moved_functions"
     old, new = next(iter(moved.items()))
     file = tmp_path / "fingerprints.json"
     given = Fingerprints(
-        {}, {"a of number.py": f"{old} math 1", "b of judge_settings.py": "x", "c of mine.py": "y"}, {}
+        {},
+        {"a of number.py": f"{old} math 1", "b of judge_settings.py": "x", "c of mine.py": "y"},
+        {},
+        env={"TrlRolloutFunc of trl_rollout.py": then(BEFORE[0], "rollout/env/adapters/trl_rollout.py", "")},
     )
     file.write_text(given.to_json())
+    assert Fingerprints.read(file).env == {"TrlRolloutFunc of trl.py": now("rollout/env/adapters/trl.py")}
     assert Fingerprints.read(file).rewards == {
         "a of number.py": f"{new} math 1",
         "b of judge.py": "x",
@@ -284,6 +288,14 @@ def test_what_is_allowed_by_name_passes_and_is_told_and_the_rest_does_not(tmp_pa
 
 def test_what_no_checkpoint_can_change_is_refused_even_if_it_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path, configure())
+    bounded = saved(tmp_path / "bounded", configure(learner={"loss": {"bounds": {"cap": 3}}}))
+    with pytest.raises(
+        WrongInput, match=r"with another learner.loss.bounds.cap \(3.0, now none\); .*=\[learner.loss.bounds.cap\]"
+    ):
+        check_same_run(configure(), SAME, bounded)
+    for allowed in ("learner.loss.bounds", "learner.loss.bounds.cap"):
+        check_allowed(changed := configure(resume_allow_changed=[allowed]))
+        assert len(check_same_run(changed, SAME, bounded)) == 1
     ranked = configure(learner={"lora": {"rank": 8}}, resume_allow_changed=["learner"])
     check_allowed(ranked)
     assert refusal(ranked, SAME, folder).endswith("to start from what was learned)")
