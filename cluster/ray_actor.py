@@ -36,6 +36,7 @@ from cluster.actor import (
     ValueLost,
     within,
 )
+from cluster.errors import WrongInput
 from cluster.files import WriteFailed
 
 NO_WORD = "it was killed by a signal (as `kill -9` and the kernel's out-of-memory killer do), or called os._exit"
@@ -143,7 +144,7 @@ class Started(NamedTuple):
     address: str  # of the process's node
     error: str | None = None  # the constructor's exception on one line; None if there was none
     wrong_input: bool = False  # see cluster.actor.StartFailed
-    story: str = ""  # the traceback of `error`; empty for an exception with an attribute `says_all`
+    story: str = ""  # the traceback of `error`; empty for WrongInput, whose text is complete for a user
 
 
 class Host:
@@ -159,7 +160,7 @@ class Host:
             with uncollected():
                 self._object = factory(*args)
         except Exception as error:  # reported by started(), since Ray would report only that the process died
-            if getattr(error, "says_all", False):
+            if isinstance(error, WrongInput):
                 said = " ".join(str(error).split()), True, ""
             else:
                 said = in_one_line(error), _is_of_input(error), traceback.format_exc()

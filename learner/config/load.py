@@ -158,9 +158,7 @@ def since_moved(tree: Mapping[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(dict(tree))
     for moved in MOVED:
         *above, key = moved.key.split(".")
-        inner: Any = found
-        for part in above:
-            inner = inner.get(part) if isinstance(inner, dict) else None
+        inner = _at(found, ".".join(above))
         if not isinstance(inner, dict) or key not in inner:
             continue
         try:

@@ -17,6 +17,7 @@ from cluster.actor import ActorDied, DeadlineExceeded, RemoteError, Shared, Star
 from cluster.errors import WrongInput
 from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
+from learner.driver.failure import tell
 from rollout.fakes import make_group
 
 ENOUGH_S = 300  # for what is done in a moment, on a machine that is busy with other things
@@ -39,6 +40,8 @@ class Toy:
     def __init__(self, trouble: str = "none") -> None:
         if trouble == "refuses":
             raise ValueError("lora.targets: no layer is\nnamed q_porj")
+        if trouble == "wrong input":
+            raise WrongInput("model.path: model.safetensors is cut; copy it again")
         if trouble == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         self.calls = 0
@@ -177,6 +180,12 @@ async def test_a_constructor_says_in_its_own_words_why_it_failed(session: Sessio
     assert (str(refused.value), refused.value.wrong_input) == ("broken: lora.targets: no layer is named q_porj", True)
     assert "in __init__" in refused.value.__notes__[0]  # where it happened
     await refuses.kill()
+    wrong = session.spawn(ROLES[2], Toy, ["wrong input"], {})
+    with pytest.raises(StartFailed, match="^model.path: model.safetensors is cut; copy it again$") as refused:
+        await wrong.ready(ENOUGH_S)
+    assert refused.value.wrong_input
+    assert tell(refused.value)[0].startswith("error: model.path: ")  # without a traceback
+    await wrong.kill()
     dies = session.spawn(ROLES[2], Toy, ["dies"], {})
     for again in (dies.ready, dies.revive):
         with pytest.raises(ActorDied, match="broken: process died during start: pid [0-9]+: it was killed by a signal"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pyarrow as pa
 import pytest
 
@@ -25,6 +27,17 @@ def groups(tiny_path: str, adapter_path: str) -> list[pa.Table]:
     from tests.learner import naive, trainers  # here: torch is slow to import
 
     return trainers.groups_near(naive.load(tiny_path, adapter_path))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the processes of ranks have, with which trainers of this process are compared."""
+    import torch  # here: it is slow to import
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

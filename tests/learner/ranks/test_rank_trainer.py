@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 from learner.algo.surrogates import LossConfig
 from learner.ranks.rank import check_alike
@@ -24,6 +22,8 @@ from tests.learner.rank_processes import (
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import make_trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT: dict[str, Any] = {"reduce": "exact", "learning_rate": 1e-2, "token_budget": 300}
 SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
 
@@ -33,15 +33,6 @@ def ragged() -> list[pa.Table]:
     """Five groups of 80 to 240 tokens: of two updates on them one has fewer micro-batches than four ranks."""
     rng = np.random.default_rng(0)
     return make_groups([rng.normal(size=6).tolist() for _ in range(5)], uniform, max_completion=40)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have, with which trainers of this process are compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

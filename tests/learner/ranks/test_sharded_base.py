@@ -5,7 +5,6 @@ base in shards over real processes: the bits of a whole base, whatever the model
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from tests.learner.rank_processes import Failed, rank_processes, steps
 from tests.learner.rollouts import make_groups, uniform
 from tests.learner.trainers import make_trainer
 from tests.model_rows import ROWS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FULL: dict[str, Any] = {"mode": "full", "reduce": "fast", "learning_rate": 1e-3, "token_budget": 300}
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -361,14 +362,6 @@ def test_files_that_cannot_be_read_in_parts_are_found_at_the_start(tiny_path: st
 
 EXACT: dict[str, Any] = {"reduce": "exact", "learning_rate": 1e-2, "token_budget": 300}
 SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
