@@ -15,6 +15,16 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how names of classes of causal language models end
 VOCABULARY = 64  # vLLM pads embeddings to a multiple of this number (DEFAULT_VOCAB_PADDING_SIZE)
+# Model types of text parts without a causal class of their own -> the model that computes the same. The position of a
+# token of text has three equal coordinates there (Qwen2-VL, 2409.12191, section 2.1), which is rotary embedding as it
+# always is.
+SAME_OF_TEXT = {
+    "glm4v_text": "glm4",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # model types that vLLM refuses in float16 (config/model.py)
 STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "linear_attn", "lru_")  # prefixes of settings for layers' states
 STATES_ON_CPU = ("nemotron_h",)  # model types with Mamba-2, for whose layers with a state vLLM has CPU kernels
@@ -25,6 +35,11 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings for text, which a model with several kinds of input keeps in text_config."""
     text: Mapping[str, Any] = config.get("text_config") or {}
     return {**config, **text}
+
+
+def other_inputs(config: Mapping[str, Any]) -> list[str]:
+    """The kinds of input that the model takes beside text: vision, audio, speech."""
+    return [name.removesuffix("_config") for name in OTHER_INPUTS if config.get(name)]
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -40,18 +55,21 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
         lora: whether an adapter is trained, and not the whole model.
     """
     kind = config.get("model_type")
-    others = [name.removesuffix("_config") for name in OTHER_INPUTS if config.get(name)]
+    others = other_inputs(config)
+    text = config.get("text_config")
+    named = (isinstance(text, Mapping) and bool(text.get("model_type"))) or f"{kind}_text" in SAME_OF_TEXT
     classes = config.get("architectures") or ()
+    causal = any(name.endswith(CAUSAL) for name in classes)
     wrong = {
-        f"takes {' and '.join(others)} beside text": bool(others),
+        f"takes {' and '.join(others)} beside text and names no text part (text_config)": bool(others) and not named,
         "is an encoder and a decoder": bool(config.get("is_encoder_decoder")),
-        f"is a {', '.join(classes)}": bool(classes) and not any(name.endswith(CAUSAL) for name in classes),
+        f"is a {', '.join(classes)}": bool(classes) and not causal and not others,
     }
     for what, is_so in wrong.items():
         if is_so:
             raise WrongInput(
-                f"model.path: must be a causal language model of text alone, and {path} (model_type {kind}) {what}; "
-                "give the text-only model of that family, or another (docs/models.md)"
+                f"model.path: must be a causal language model, or hold one as its text part, and {path} (model_type "
+                f"{kind}) {what}; give another model (docs/models.md)"
             )
     if kind in TRANSPOSED:
         why = "which vLLM serves without LoRA" if lora else "whose weights vLLM holds transposed: unreadable for proofs"

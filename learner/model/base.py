@@ -24,15 +24,18 @@ from learner.config import ModelConfig
 from learner.model.shared_base import MappedBase
 from rollout.architecture import check_architecture, check_unquantised
 from rollout.data.model_files import (
+    CONFIG,
     EXPONENTS,
     INDEX,
     SINGLE,
     all_finite,
     header,
     infinite,
+    read_json,
     split,
 )
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
+from rollout.text_part import NAMES, of_text, text_name, text_part
 
 
 def without_weights(config: Any, dtype: torch.dtype, quantization: BitsAndBytesConfig | None) -> Any:
@@ -70,9 +73,9 @@ def _quantise(lm: Any, quantization: BitsAndBytesConfig) -> None:
     name2qmap.pop("dynamic", None)  # this table of bitsandbytes was just made on the meta device, and is kept globally
 
 
-def tensor_files(path: str) -> dict[str, Path]:
-    """Returns the safetensors file of each tensor of a model, by the tensor's name. A model on the hub is downloaded if
-    it is not in the cache.
+def tensor_files(path: str) -> dict[str, tuple[Path, str]]:
+    """Returns (safetensors file, name there) of each tensor of a model, by its name in the model, which differs from
+    that in the file where the model is a text part. A model on the hub is downloaded if it is not in the cache.
 
     Raises WrongInput if files are missing, OSError if the hub has no such model or cannot be reached.
     """
@@ -87,7 +90,7 @@ def tensor_files(path: str) -> dict[str, Path]:
     there = {tensor: file for tensor, file in found.items() if file is not None}
     if not there or len(there) < len(found):
         raise WrongInput(f"model.path: {path} must have {SINGLE}, or {INDEX} and all files that it names")
-    return there
+    return of_text(read_json(path, CONFIG), {tensor: (file, tensor) for tensor, file in there.items()})
 
 
 def _file(path: str, name: str) -> Path | None:
@@ -125,6 +128,7 @@ def load_base(
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
     check_unquantised(config.to_dict(), model.path)
+    config, whole = text_part(config), config
     config._attn_implementation = None  # transformers chooses, since config.json may name one that is not installed
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
@@ -145,16 +149,18 @@ def load_base(
     elif quantization is not None:
         # Each weight is quantised when it is read, so the unquantised model is never in memory as a whole.
         options |= {"quantization_config": quantization, "device_map": {"": device}}
-        lm = _loaded(model, key, config=config, dtype=dtype, **options)
+        lm = _loaded(model, key, outside=config is not whole, config=config, dtype=dtype, **options)
     else:
-        lm = _loaded(model, key, config=config, dtype=dtype, **options).to(device)
+        lm = _loaded(model, key, outside=config is not whole, config=config, dtype=dtype, **options).to(device)
     check_finite(lm.named_parameters(), model.source, key)
     return lm.requires_grad_(False)
 
 
-def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
+def _loaded(model: ModelConfig, key: str, *, outside: bool, **options: Any) -> Any:
     """Loads the model with transformers. Raises WrongInput if transformers has initialised weights that the files lack,
-    or ignored weights of the files."""
+    or ignored weights of the files. outside: whether the files hold towers beside the model, which are not read."""
+    if outside:
+        options["key_mapping"] = NAMES
     auto: Any = AutoModelForCausalLM  # its methods have no annotations
     if "quantization_config" in options:  # transformers does not report wrong shapes of quantised weights
         check_fit(model.source, key)
@@ -167,6 +173,8 @@ def _loaded(model: ModelConfig, key: str, **options: Any) -> Any:
     except RuntimeError:  # tensors cannot be fused, and transformers' message does not name them
         check_fit(model.source, key)
         raise
+    if outside:
+        report["unexpected_keys"] = {name for name in report["unexpected_keys"] if text_name(name) is not None}
     if wrong := loading_misfits(model.source, key, report, None):
         check_fit(model.source, key)  # raises a message with the names in the files, which differ for fused tensors
         raise WrongInput("\n".join(wrong))

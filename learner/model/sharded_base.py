@@ -100,7 +100,7 @@ def missing_from(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str)
     )
 
 
-def _check_all_there(lm: Any, files: Mapping[str, Path], path: str) -> None:
+def _check_all_there(lm: Any, files: Mapping[str, tuple[Path, str]], path: str) -> None:
     if wrong := missing_from(dict(lm.named_parameters()), files, path):
         raise ValueError(wrong)
 
@@ -125,16 +125,19 @@ def _shard(lm: Any, path: str, trained: bool, **how: Any) -> None:
     fully_shard(lm.base_model, ignored_params={head.weight} if tied else None, **how)
 
 
-def _fill(lm: Any, files: Mapping[str, Path], dtype: torch.dtype, device: torch.device, *, wide: bool) -> None:
+def _fill(
+    lm: Any, files: Mapping[str, tuple[Path, str]], dtype: torch.dtype, device: torch.device, *, wide: bool
+) -> None:
     """Gives each parameter its content, file by file. wide: parameters are float32, with values rounded to dtype."""
-    names: dict[Path, list[str]] = defaultdict(list)
+    names: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     parameters = dict(lm.named_parameters())
     for name in parameters:
-        names[files[name]].append(name)
+        file, stored = files[name]
+        names[file].append((name, stored))
     for file, own in names.items():
         with safe_open(file, framework="pt") as opened:
-            for name in own:
-                weight = _read(opened.get_slice(name), parameters[name], name, dtype, device)
+            for name, stored in own:
+                weight = _read(opened.get_slice(stored), parameters[name], name, dtype, device)
                 if wide:
                     weight = weight.float()
                 path, _, leaf = name.rpartition(".")

@@ -23,6 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from cluster.errors import WrongInput
 from cluster.reading import MIB, opened, read_mapping, read_text
 from rollout.data.files import is_file_name, is_pattern
+from rollout.text_part import of_text
 
 # Whether the hub can be reached. One quick connection tells; the hub's client would try for half a minute at each file.
 
@@ -220,7 +221,7 @@ def template_in(folder: Path, key: str = "model.path", then: str = "copy it agai
     except WrongInput as error:
         raise WrongInput(f"{key}: {error}; {then}") from error
     except FileNotFoundError:
-        found = read_json(str(folder), "tokenizer_config.json").get("chat_template")
+        found = _template_of(str(folder))
     if isinstance(found, list):
         found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}.get("default")
     return found if isinstance(found, str) else None
@@ -230,8 +231,13 @@ def has_template(path: str) -> bool:
     """Whether the model at `path`, a folder, a hub name or name@revision, has a chat template. Raises WrongInput."""
     if _is_folder(path):
         return template_in(Path(path)) is not None
-    found = hub_file(path, "chat_template.jinja") or read_json(path, "tokenizer_config.json").get("chat_template")
-    return bool(found)
+    return bool(hub_file(path, "chat_template.jinja") or _template_of(path))
+
+
+def _template_of(path: str) -> Any:
+    """The chat template in a model's JSON files: the tokenizer's, or that of a processor of text and images."""
+    files = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+    return next((found for name in files if (found := read_json(path, name).get("chat_template"))), None)
 
 
 # Some models come with Python code of their own (`auto_map` in config.json), which gleaner never runs.
@@ -298,7 +304,8 @@ class Stored:
 
 
 def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | None:
-    """All weights of a model by name; None for a hub model whose weights are not in this machine's cache.
+    """All weights of a model by name; None for a hub model whose weights are not in this machine's cache. Of a
+    checkpoint with towers these are the weights of its text part, by a text model's names (rollout.text_part).
 
     Raises WrongInput, which names `key`.
     """
@@ -313,10 +320,9 @@ def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | Non
             return None
         folder = Path(cached).parent
     index = folder / INDEX
-    if index.is_file():
-        return _sharded(index, key)
-    if (folder / SINGLE).is_file():
-        return header(folder / SINGLE, key)
+    if index.is_file() or (folder / SINGLE).is_file():
+        stored = _sharded(index, key) if index.is_file() else header(folder / SINGLE, key)
+        return of_text(read_json(str(folder), CONFIG), stored)
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickled:
         raise WrongInput(

@@ -27,6 +27,7 @@ from rollout.data.model_files import (
     shown,
     split,
 )
+from rollout.text_part import text_part
 
 Sizes = Mapping[str, tuple[int, ...]]
 
@@ -249,7 +250,7 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
     if lost or surplus:  # transformers would not name these tensors
         return sentences(path, key, lost, surplus, {}, stored)
     name, revision = split(path)
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    config = text_part(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False))
     auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations
     with torch.device("meta"):
         lm = auto.from_config(config, trust_remote_code=False) if lm is None else lm

@@ -14,10 +14,11 @@ import torch
 from cluster.errors import WrongInput
 from cluster.memory.generator import BLOCK_CPU, PREFILL_TOKENS
 from rollout.architecture import ATTENTION, has_experts
-from rollout.data.model_files import split
+from rollout.data.model_files import joined, split
 from rollout.engine import EngineSettings
 from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
 from rollout.vllm.read_back import shard_arguments, workers_environment
+from rollout.vllm.text_view import served_config, view_arguments
 
 # What vLLM's registry is asked about a model before the engine is built.
 
@@ -29,9 +30,8 @@ def know_model(model: str, revision: str | None = None) -> None:
     CPU-seconds), lest CUDA be initialised in a process that is forked later. The process of gleaner's engine is not.
     """
     from vllm import ModelRegistry
-    from vllm.transformers_utils.config import get_config
 
-    for name in get_config(model, trust_remote_code=False, revision=revision).architectures or ():
+    for name in served_config(joined(model, revision)).architectures or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
@@ -45,9 +45,8 @@ def has_states(kind: type) -> bool:
 def keeps_states(model: str, revision: str | None = None) -> bool:
     """Whether layers of the model in a folder or on the hub keep a state (has_states)."""
     from vllm import ModelRegistry
-    from vllm.transformers_utils.config import get_config
 
-    names = get_config(model, trust_remote_code=False, revision=revision).architectures or ()
+    names = served_config(joined(model, revision)).architectures or ()
     return any(
         has_states(ModelRegistry.models[name].load_model_cls()) for name in names if name in ModelRegistry.models
     )
@@ -64,9 +63,8 @@ def lora_arguments(model: str, targets: Sequence[str], revision: str | None = No
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_lora
-    from vllm.transformers_utils.config import get_config
 
-    config = get_config(model, trust_remote_code=False, revision=revision)
+    config = served_config(joined(model, revision))
     for name in config.architectures or ():
         entry = ModelRegistry.models.get(name)
         if entry is not None and not supports_lora(entry.load_model_cls()):
@@ -222,13 +220,15 @@ def build_engine(arguments: dict[str, Any], *, shares_base: bool) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     model, revision = arguments["model"], arguments["revision"]
+    shards, on_cpu = arguments.get("tensor_parallel_size", 1), current_platform.is_cpu()
+    arguments = arguments | view_arguments(joined(model, revision), cuda=not on_cpu, shards=shards)
     if arguments.get("enable_lora"):
         arguments = arguments | lora_arguments(model, arguments["lora_target_modules"], revision)
     if arguments.get("enable_chunked_prefill") is False and keeps_states(model, revision):
         arguments = arguments | {"enable_prefix_caching": False}  # vLLM caches states only with chunked prefill
-    if current_platform.is_cpu():
+    if on_cpu:
         know_model(model, revision)
-    with workers_environment(arguments.get("tensor_parallel_size", 1)):
+    with workers_environment(shards):
         engine_args = EngineArgs(**arguments)  # loads vLLM's plugins, which register their loaders
         with _recorded(arguments.get("load_format", "auto")) if shares_base else nullcontext():
             return LLMEngine.from_engine_args(engine_args)

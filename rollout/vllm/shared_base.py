@@ -29,6 +29,7 @@ from cluster import machine
 from rollout import shared_base
 from rollout.data.model_files import split
 from rollout.shared_base import SharedFile, digests_of_pieces
+from rollout.text_part import text_tensors
 from rollout.types import (
     Manifest,
     Piece,
@@ -36,6 +37,7 @@ from rollout.types import (
     View,
 )
 from rollout.vllm.arguments import know_model
+from rollout.vllm.text_view import TEXT, view_arguments
 
 # Weights in 4 bits (quantization="bitsandbytes"): which bytes of a parameter are which matrix, and where its scales
 # are.
@@ -269,8 +271,9 @@ def views_of(path: str, dtype: str, stored: Mapping[str, tuple[int, ...]]) -> tu
     know_model(name, revision)
     kind: Any = dtype  # vLLM's annotation is a list of literals
     args = EngineArgs(
-        model=name, revision=revision, dtype=kind, trust_remote_code=False, enforce_eager=True, skip_tokenizer_init=True
-    )
+        model=name, revision=revision, dtype=kind, trust_remote_code=False, enforce_eager=True,
+        skip_tokenizer_init=True, **view_arguments(path, cuda=False, shards=1),
+    )  # fmt: skip
     config = args.create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
@@ -364,7 +367,7 @@ def _watched(model: Any, recorder: ViewRecorder) -> Iterator[None]:
 
     def noting(weights: Iterable[tuple[str, Tensor]]) -> Any:
         def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
+            for name, tensor in text_tensors(weights) if getattr(model, TEXT, False) else weights:
                 recorder.source(name, tensor)
                 yield name, tensor
 

@@ -20,13 +20,13 @@ from rollout.data.chat import Chat
 from rollout.data.model_files import CONFIG, joined, read_json
 from rollout.env.tools.parser import choose
 from rollout.vllm.arguments import check_bitsandbytes, without_lora
+from rollout.vllm.text_view import served_config
 
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
     """What vLLM lacks for the model: one sentence or none. config: the run's; only `model` and `learner` are read."""
     try:
         from vllm import ModelRegistry
-        from vllm.transformers_utils.config import get_config
     except ImportError as error:
         return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner-rl[gpu]'"]
     path, revision, learner = config["model"]["path"], config["model"]["revision"], config["learner"]
@@ -36,7 +36,9 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         except ValueError as error:
             return [str(error)]
     try:
-        names = list(get_config(path, trust_remote_code=False, revision=revision).architectures or ())
+        names = list(served_config(joined(path, revision)).architectures or ())
+    except WrongInput as error:
+        return [str(error)]
     except Exception as error:  # transformers raises various errors for a wrong config.json
         return [f"model.path: vLLM cannot read the config.json of {path}: {' '.join(str(error).split())[:300]}"]
     known = [name for name in names if name in ModelRegistry.models]

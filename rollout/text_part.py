@@ -1,0 +1,91 @@
+"""The text part of a checkpoint that also takes images or sound: its configuration, its class and its tensors' names.
+
+Such a checkpoint holds a decoder for text, under a prefix of its own, and a tower for each other kind of input. Learner
+and generators take the decoder alone, as a causal language model under the names that a model of text alone has
+(`model.layers...`, `lm_head`). So nothing else in gleaner has to know towers: adapters, weight sync and its proof use
+the names of text. Only what leaves gleaner, an exported adapter, has the checkpoint's own names again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from cluster.errors import WrongInput
+from rollout.architecture import SAME_OF_TEXT, other_inputs
+
+T = TypeVar("T")
+
+# Patterns of names in the files -> names of a model of text; also for transformers' key_mapping. Some checkpoints hold
+# the head inside the decoder's prefix, and some keep the prefix of their decoder's layers.
+NAMES = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
+}
+# Tensors that text does not need: towers, what joins them to the decoder, and layers for multi-token prediction.
+OUTSIDE = re.compile(
+    r"^(?:model\.)?(?:visual|vision_tower|vision_model|vision_encoder|audio_tower|embed_vision|embed_audio"
+    r"|multi_modal_projector|patch_merger|vision_language_adapter|mtp)\."
+)
+OF_CHECKPOINT = ("quantization_config", "dtype")  # settings that may stand outside text_config only
+
+
+def text_part(config: Any) -> Any:
+    """Returns the transformers configuration of a checkpoint's text part, a causal language model of its own with
+    `architectures`; `config` itself if the checkpoint is of text alone.
+
+    Raises WrongInput if transformers has no causal language model for the text part.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    content = config.to_dict()
+    if not other_inputs(content):
+        return config
+    text = config.get_text_config()
+    if text.model_type in SAME_OF_TEXT:
+        plain = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
+        rope = {name: value for name, value in plain["rope_parameters"].items() if not name.startswith("mrope")}
+        text = AutoConfig.for_model(SAME_OF_TEXT[text.model_type], **plain | {"rope_parameters": rope})
+    if text.model_type not in CLASSES:
+        raise WrongInput(
+            f"model.path: the text part of {config.model_type} ({text.model_type}) must be a causal language model of "
+            "transformers, which has none for it; give another model (docs/models.md)"
+        )
+    if "tie_word_embeddings" not in content.get("text_config", {}):
+        text.tie_word_embeddings = config.tie_word_embeddings
+    text.architectures = [CLASSES[text.model_type]]
+    for name in OF_CHECKPOINT:
+        if getattr(text, name, None) is None and getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" in rope:  # the form in which vLLM's Mistral reads the scale of queries
+        length = rope["original_max_position_embeddings"]
+        scaling = {"original_max_position_embeddings": length, "beta": rope["llama_4_scaling_beta"]}
+        text.llama_4_scaling = scaling
+    return text
+
+
+def text_name(name: str) -> str | None:
+    """The name that a model of text has for a tensor of such a checkpoint; None for a tensor that text does not need.
+    Names of a model of text stay as they are."""
+    if OUTSIDE.match(name):
+        return None
+    for pattern, new in NAMES.items():
+        name, count = re.subn(pattern, new, name, count=1)
+        if count:
+            break
+    return name
+
+
+def text_tensors(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Those of (name, tensor) that text needs, under the names of a model of text."""
+    for name, tensor in tensors:
+        if (own := text_name(name)) is not None:
+            yield own, tensor
+
+
+def of_text(config: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
+    """A model's tensors by the names of a model of text. config: the content of its config.json."""
+    return dict(text_tensors(tensors.items())) if other_inputs(config) else dict(tensors)
