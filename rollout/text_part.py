@@ -24,10 +24,15 @@ NAMES = {
     r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
 }
 # Tensors that text does not need: towers, what joins them to the decoder, and layers for multi-token prediction.
-OUTSIDE = re.compile(
-    r"^(?:model\.)?(?:visual|vision_tower|vision_model|vision_encoder|audio_tower|embed_vision|embed_audio"
-    r"|multi_modal_projector|patch_merger|vision_language_adapter|mtp)\."
+TOWERS = (
+    "visual|vision_tower|vision_model|vision_encoder|audio_tower|embed_vision|embed_audio|multi_modal_projector"
+    "|patch_merger|vision_language_adapter|mtp"
 )
+OUTSIDE = re.compile(rf"^(?:model\.)?(?:{TOWERS})\.")
+PEFT = "base_model.model."  # PEFT's prefix of the names of all layers
+# For `exclude_modules` of an adapter's configuration: on the whole checkpoint PEFT would also adapt layers of towers
+# that have the names of adapted ones.
+EXCLUDED = rf"(?:.*\.)?(?:{TOWERS})\..*"
 OF_CHECKPOINT = ("quantization_config", "dtype")  # settings that may stand outside text_config only
 
 
@@ -84,6 +89,22 @@ def text_tensors(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     for name, tensor in tensors:
         if (own := text_name(name)) is not None:
             yield own, tensor
+
+
+def text_adapter(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of an adapter in PEFT's format by the names that they have on a model of text. Exported adapters have
+    the names of their whole checkpoint."""
+    return {
+        f"{PEFT}{text_name(rest) or rest}" if rest != name else name: one
+        for name, one in tensors.items()
+        for rest in (name.removeprefix(PEFT),)
+    }
+
+
+def whole_adapter(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """The inverse of text_adapter. prefix: what names of the decoder's layers begin with on the whole checkpoint."""
+    layers = f"{PEFT}model."
+    return {f"{PEFT}{prefix}{name.removeprefix(layers)}": one for name, one in tensors.items()}
 
 
 def of_text(config: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:

@@ -29,6 +29,7 @@ RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 FREE = {
     "r", "lora_alpha", "target_modules", "use_rslora",  # rslora: alpha / sqrt(r), in PEFT and vLLM
+    "exclude_modules",  # layers that have no adapter; the file's names are compared with the model's in any case
     "lora_dropout", "inference_mode",  # the learner has no dropout, and decides by itself which weights train
     "base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "eva_config",
     "megatron_core", "qalora_group_size",  # these two have an effect only with settings that are refused

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.hub import cached_file
@@ -21,8 +22,9 @@ from transformers.utils.hub import cached_file
 from cluster.errors import WrongInput
 from cluster.reading import read_mapping
 from learner.config import ModelConfig
+from learner.model.logprob import decoder_of
 from learner.model.shared_base import MappedBase
-from rollout.architecture import check_architecture, check_unquantised
+from rollout.architecture import check_architecture, check_unquantised, other_inputs
 from rollout.data.model_files import (
     CONFIG,
     EXPONENTS,
@@ -185,6 +187,30 @@ def _loaded(model: ModelConfig, key: str, *, outside: bool, **options: Any) -> A
     return lm
 
 
+def text_prefix(model: ModelConfig) -> str | None:
+    """Returns what the names of the decoder's layers begin with in transformers' class of the whole checkpoint, as PEFT
+    and vLLM name them, such as "model.language_model."; None for a model of text alone.
+
+    Raises WrongInput if transformers has no such class, or its decoder is none of the names of rollout.text_part.
+    """
+    config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
+    if not other_inputs(config.to_dict()):
+        return None
+    named = ", ".join(config.architectures or ())
+    kind: Any = getattr(transformers, named, None)
+    block = "layers.0"
+    if kind is not None:
+        with torch.device("meta"):
+            names = [name for name, _ in kind(config).named_modules()]
+        if found := [name for name in names if text_name(f"{name}.") == f"model.{block}."]:
+            return str(found[0].removesuffix(block))
+    raise WrongInput(
+        f"model.path: {model.path} ({named or 'no architectures in config.json'}) must be of a class of transformers "
+        "whose decoder for text is its language_model, since an exported adapter has the names of the whole "
+        "checkpoint; set learner.mode=full, or give another model (docs/models.md)"
+    )
+
+
 def check_finite(weights: Iterable[tuple[str, Tensor]], path: str, key: str) -> None:
     """Raises WrongInput, which names `key` and the weights of `path` that hold nan or inf."""
     if wrong := [name for name, weight in weights if not _finite(weight.detach())]:
@@ -227,10 +253,10 @@ def to_eval(wrapped: Any) -> None:
 def head_of(lm: Any, path: str) -> Tensor:
     """Returns the weight [V, H] of the output embedding. Raises ValueError if it has a bias or cannot be found, and
     WrongInput if the model's final hidden states cannot be had without its logits."""
-    if lm.base_model is lm:
+    if decoder_of(lm) is lm:
         raise WrongInput(
-            f"model.path: {path} (model_type {lm.config.model_type}) keeps its layers where base_model_prefix does not "
-            "say, so that its final states cannot be had without its logits; give another architecture (docs/models.md)"
+            f"model.path: {path} (model_type {lm.config.model_type}) keeps its layers where transformers does not say, "
+            "so that its final states cannot be had without its logits; give another architecture (docs/models.md)"
         )
     head = lm.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from rollout.data.model_files import WEIGHTS_FILE, split
+from rollout.text_part import EXCLUDED, text_adapter, whole_adapter
 from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights import Source, WeightsFile, pack, write
 
@@ -20,37 +21,57 @@ from rollout.weights import Source, WeightsFile, pack, write
 #
 # vLLM treats a fused layer of GLM-4 as two layers (packed_modules_mapping in its glm4.py). An adapter of the fused
 # layer is an adapter of each part, with the same A and B = [B1; B2]: [W1; W2] + B A = [W1 + B1 A; W2 + B2 A].
+#
+# Some layers of Gemma 4 compute keys and values by one matrix (attention_k_eq_v). vLLM holds it twice, as k_proj and as
+# v_proj, so the adapter of k_proj is that of v_proj, too.
 
 # model_type -> fused layer -> its parts, in the order of their rows
 SPLIT: dict[str, dict[str, tuple[str, ...]]] = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
+KEYS, VALUES = "self_attn.k_proj", "self_attn.v_proj"
 
 
-def differ(model_type: str, config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has other names for the layers of an adapter. config: the content of adapter_config.json."""
-    return bool(served_config(model_type, config)["target_modules"] != config["target_modules"])
+class ServedNames:
+    """vLLM's names of an adapter's layers on a model.
 
+    Args:
+        config: transformers' configuration of the model, or of its text part.
+    """
 
-def served_weights(model_type: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the adapter's weights under vLLM's names, without a copy. weights: by PEFT's names."""
-    served: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        layer, _, matrix = name.partition(".lora_")
-        parts = _parts(model_type, layer)
-        pieces = weight.chunk(len(parts)) if matrix.startswith("B") else [weight] * len(parts)
-        served |= {f"{part}.lora_{matrix}": piece for part, piece in zip(parts, pieces, strict=True)}
-    return served
+    def __init__(self, config: Any) -> None:
+        self._split = SPLIT.get(config.model_type, {})
+        one_matrix = config.model_type == "gemma4_text" and config.attention_k_eq_v
+        kinds = config.layer_types if one_matrix else ()
+        self._blocks = {f"layers.{i}" for i, kind in enumerate(kinds) if kind != "sliding_attention"}
 
+    def weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the adapter's weights under vLLM's names, without a copy. weights: by PEFT's names."""
+        served: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            layer, _, matrix = name.partition(".lora_")
+            parts = self._parts(layer)
+            fused = len(parts) > 1 and matrix.startswith("B")
+            pieces = weight.chunk(len(parts)) if fused else [weight] * len(parts)
+            served |= {f"{part}.lora_{matrix}": piece for part, piece in zip(parts, pieces, strict=True)}
+            if self._gives_values(layer):
+                served[f"{layer.removesuffix(KEYS)}{VALUES}.lora_{matrix}"] = weight
+        return served
 
-def served_config(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of adapter_config.json that goes with served_weights."""
-    targets = [part for target in config["target_modules"] for part in _parts(model_type, target)]
-    return {**config, "target_modules": targets}
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of adapter_config.json that goes with `weights`."""
+        targets = [part for target in config["target_modules"] for part in self._parts(target)]
+        leaves = [target.rpartition(".")[2] for target in targets]
+        if self._blocks and "k_proj" in leaves and "v_proj" not in leaves:
+            targets.append("v_proj")
+        return {**config, "target_modules": targets}
 
+    def _parts(self, layer: str) -> list[str]:
+        """Returns vLLM's names of a layer, whose name may be whole or only its last part."""
+        block, dot, leaf = layer.rpartition(".")
+        return [f"{block}{dot}{part}" for part in self._split.get(leaf, (leaf,))]
 
-def _parts(model_type: str, layer: str) -> list[str]:
-    """Returns vLLM's names of a layer, whose name may be whole or only its last part."""
-    block, dot, leaf = layer.rpartition(".")
-    return [f"{block}{dot}{part}" for part in SPLIT.get(model_type, {}).get(leaf, (leaf,))]
+    def _gives_values(self, layer: str) -> bool:
+        block = layer.removesuffix(f".{KEYS}")
+        return block != layer and ".".join(block.split(".")[-2:]) in self._blocks
 
 
 MODEL_FILE = "model.safetensors"
@@ -63,12 +84,13 @@ def update_of(policy: Policy, version: int, *, merged: bool = False) -> Adapter 
     The payload is held once in this process's memory. Merged 16-bit weights are rounded once more: a change of less
     than half the distance to the next 16-bit number is lost.
     """
-    kind, config = policy.model_type, policy.peft_config
+    config = policy.peft_config
     if merged or config is None:
         return Weights.build(version, pack(_weights(policy, merged), policy.dtype))
-    masters = served_weights(kind, policy.masters)
+    names = ServedNames(policy.config)
+    masters = names.weights(policy.masters)
     payload = pack({name: Source.of(master) for name, master in masters.items()}, policy.dtype)
-    return Adapter.build(version, payload, served_config(kind, config))
+    return Adapter.build(version, payload, names.config(config))
 
 
 def write_weights(policy: Policy, version: int, file: WeightsFile, *, merged: bool) -> WeightsInFile:
@@ -82,17 +104,19 @@ def _weights(policy: Policy, merged: bool) -> dict[str, Source]:
 
 def export(policy: Policy, folder: Path, path: str) -> None:
     """Writes the policy for users into a folder, which is created. An adapter is written in PEFT's format in float32,
-    which vLLM loads; where vLLM has other names, a copy with those is written into VLLM_FOLDER. A whole model is
+    which vLLM loads; where vLLM has other names, a copy with those is written into VLLM_FOLDER. The adapter of a
+    checkpoint's text part has the names of the whole checkpoint, on which others load it. A whole model is
     written in its dtype, and can be loaded by transformers, vLLM and as model.path. path: the base model's name or
     folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    if policy.peft_config is not None:
-        _save_adapter(policy.masters, policy.peft_config, folder)
-        if differ(policy.model_type, policy.peft_config):
-            served = served_weights(policy.model_type, policy.masters)
-            _save_adapter(served, served_config(policy.model_type, policy.peft_config), folder / VLLM_FOLDER)
+    if policy.peft_config is None:
+        export_model(policy, policy.trained.sources(), folder, path)
         return
-    export_model(policy, policy.trained.sources(), folder, path)
+    names, config = ServedNames(policy.config), policy.peft_config
+    served = names.weights(policy.masters)
+    _save_adapter(policy, policy.masters, config, folder)
+    if served.keys() != policy.masters.keys():
+        _save_adapter(policy, served, names.config(config), folder / VLLM_FOLDER)
 
 
 def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, path: str) -> None:
@@ -104,9 +128,12 @@ def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, pa
     AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False).save_pretrained(folder)
 
 
-def _save_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+def _save_adapter(policy: Policy, weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: weight.detach().cpu().clone() for name, weight in weights.items()}  # save_file refuses shared memory
+    if policy.text_prefix is not None:
+        own = whole_adapter(own, policy.text_prefix)
+        config = {**config, "exclude_modules": EXCLUDED}
     save_file(own, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
@@ -133,4 +160,4 @@ def save(policy: Policy, folder: Path, path: str) -> None:
 def load_masters(policy: Policy, folder: Path) -> None:
     """Sets the policy's masters from a folder. Raises ValueError if names or shapes differ, FileNotFoundError if the
     folder has none."""
-    policy.load(load_file(folder / WEIGHTS_FILE))
+    policy.load(text_adapter(load_file(folder / WEIGHTS_FILE)))

@@ -97,10 +97,18 @@ def gather_in_operations(head: nn.Module) -> None:
     register_fsdp_forward_method(head, GATHERED)
 
 
+def decoder_of(lm: Any) -> Any:
+    """Returns the part of a causal language model that computes its final hidden states: the model without its output
+    embedding. It is `lm` itself if transformers cannot tell."""
+    if lm.base_model is not lm:
+        return lm.base_model
+    return lm.get_decoder() or lm  # Llama 4's base_model_prefix does not name its decoder
+
+
 def begin_anew(lm: Any) -> None:
     """Resets FSDP2 after a pass over a sharded base that failed half-way: gathered weights are freed. Without it
     FSDP2's outermost modules would no longer sum gradients."""
-    for module in (lm.base_model, lm.get_output_embeddings()):
+    for module in (decoder_of(lm), lm.get_output_embeddings()):
         if hasattr(module, "reset_iter_state"):
             module.reset_iter_state()
 

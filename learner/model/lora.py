@@ -24,9 +24,11 @@ from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.adapter_config import check_same, read_adapter
 from learner.model.base import check_finite
+from learner.model.logprob import decoder_of
 from learner.model.masters import difference
 from rollout.architecture import ATTENTION, has_experts
 from rollout.data.model_files import WEIGHTS_FILE
+from rollout.text_part import NAMES, text_adapter
 from rollout.weights import linear_layers
 
 # Several LoRA layers that read one input, computed as one autograd function.
@@ -255,7 +257,7 @@ def fuse(lm: Any, run: Callable[[], object], *, on_card: bool) -> None:
     if not homes:
         return
     ready = _Ready()
-    lm.base_model.register_forward_pre_hook(ready.clear)
+    decoder_of(lm).register_forward_pre_hook(ready.clear)
     for group in _groups(homes, run):
         widen = not on_card and slow_in(_type_of(group[0].base_layer))
         for layer in group:
@@ -432,7 +434,9 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
         check_targets(lm, lora.targets, content["target_modules"], model.adapter)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # Policy.load reports missing weights
-            wrapped: Any = peft.PeftModel.from_pretrained(lm, model.adapter, adapter_name=POLICY, is_trainable=True)
+            wrapped: Any = peft.PeftModel.from_pretrained(
+                lm, model.adapter, adapter_name=POLICY, is_trainable=True, key_mapping=NAMES
+            )
     else:
         wrapped = _fresh(lm, lora, seed)
     reference = model.reference or model.adapter
@@ -449,9 +453,9 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
     """
     what = f"adapter {REFERENCE!r}"
     read_adapter(folder, what)
-    tensors = load_file(Path(folder) / WEIGHTS_FILE)
+    tensors = text_adapter(load_file(Path(folder) / WEIGHTS_FILE))
     modes = [(module, module.training) for module in wrapped.modules()]
-    wrapped.load_adapter(folder, REFERENCE, is_trainable=False)
+    wrapped.load_adapter(folder, REFERENCE, is_trainable=False, key_mapping=NAMES)
     for module, training in modes:  # PEFT calls eval() on all modules; checkpointing and 4-bit layers read the flag
         module.training = training
     own = {name: weight for name, weight in wrapped.named_parameters() if f".{REFERENCE}." in name}

@@ -33,9 +33,9 @@ from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model import packing_check
 from learner.model.adapter_config import base_of
-from learner.model.base import check_finite, head_of, load_base, to_eval
+from learner.model.base import check_finite, head_of, load_base, text_prefix, to_eval
 from learner.model.fusion import fuse
-from learner.model.logprob import logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
+from learner.model.logprob import decoder_of, logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
 from learner.model.masters import Masters
 from learner.model.packing_check import check_head
@@ -43,6 +43,7 @@ from learner.model.reference import Reference, ShardedReference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
 from learner.model.shared_base import MappedBase
 from rollout.data.model_files import WEIGHTS_FILE
+from rollout.text_part import text_adapter
 from rollout.weights import Source
 
 # Merged weights (learner.push: merged): W + alpha / r B A (Hu et al. 2021, section 4.1), for a generator that holds no
@@ -203,6 +204,7 @@ class Policy:
         scored: name -> adapter of each role with a scalar head.
         trained: the weights that the optimizer updates.
         packed: whether micro-batches may be packed (learner.model.attention); otherwise they must be padded.
+        text_prefix: what the names of the model's layers begin with on the whole checkpoint, if it has towers, too.
         peft_config: the content of the adapter's adapter_config.json as a dictionary; None without an adapter.
 
     Raises:
@@ -231,6 +233,7 @@ class Policy:
         self.head = head_of(self._lm, model.path)
         self.logits = logits_of(self._lm.config.get_text_config())
         self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
+        self.text_prefix = None if lora is None else text_prefix(model)
         self.peft_config: dict[str, Any] | None = None
         self._roles: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         if lora is not None:
@@ -244,7 +247,7 @@ class Policy:
             own = [(name.replace(f".{POLICY}.", "."), weight) for name, weight in own if f".{POLICY}." in name]
         self.trained = Masters(dict(own), getattr(torch, model.dtype), keep=keep_masters)
         if model.adapter is not None:
-            tensors = load_file(Path(model.adapter) / WEIGHTS_FILE)
+            tensors = text_adapter(load_file(Path(model.adapter) / WEIGHTS_FILE))
             check_finite(tensors.items(), model.adapter, "model.adapter")
             self.load(tensors)
         to_eval(self._peft)
@@ -263,9 +266,9 @@ class Policy:
         return self.trained.dtype
 
     @property
-    def model_type(self) -> str:
-        """transformers' name of the architecture."""
-        return str(self._lm.config.get_text_config().model_type)
+    def config(self) -> Any:
+        """transformers' configuration of the model, or of its text part."""
+        return self._lm.config.get_text_config()
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """Returns [B * L, H] final hidden states of [B, L] right-padded ids, or of a packed row [1, L] with its
@@ -276,7 +279,7 @@ class Policy:
         """
         packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout}
         with offloaded(self._offload and torch.is_grad_enabled()):
-            states: Tensor = self._lm.base_model(input_ids=ids, use_cache=False, **packed).last_hidden_state
+            states: Tensor = decoder_of(self._lm)(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return states.flatten(0, 1)
 
     def predicting(self, batch: MicroBatch) -> Tensor:

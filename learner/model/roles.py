@@ -26,6 +26,7 @@ from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
 from rollout.data.model_files import WEIGHTS_FILE, load_tokenizer
+from rollout.text_part import text_adapter
 
 
 class ScalarHead(nn.Module):
@@ -93,7 +94,7 @@ class ScoredAdapter:
         head for this base."""
         lm = wrapped.get_base_model()
         place = lm.get_output_embeddings().weight
-        tensors = {} if role.folder is None else load_file(Path(role.folder) / WEIGHTS_FILE)
+        tensors = {} if role.folder is None else text_adapter(load_file(Path(role.folder) / WEIGHTS_FILE))
         settings = _settings(wrapped, role)
         with _unchanged(wrapped), torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -136,7 +137,7 @@ class ScoredAdapter:
     def load(self, folder: Path) -> None:
         """Loads what `save` wrote; only for a trained role. Raises ValueError if names or shapes of weights differ."""
         assert self.masters is not None, "a frozen role is what it was made from"
-        self.masters.load(load_file(folder / WEIGHTS_FILE))
+        self.masters.load(text_adapter(load_file(folder / WEIGHTS_FILE)))
 
 
 def _padding(lm: Any, role: ScoredRole) -> int | None:

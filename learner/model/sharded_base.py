@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config import ModelConfig
 from learner.model.base import tensor_files
-from learner.model.logprob import gather_in_operations
+from learner.model.logprob import decoder_of, gather_in_operations
 from learner.model.masters import own_rows
 from rollout.data.model_files import read_json
 from rollout.data.weight_names import check_fit
@@ -122,7 +122,7 @@ def _shard(lm: Any, path: str, trained: bool, **how: Any) -> None:
         # The backward pass of an embedding does not need its weight. Nor does that of a frozen head, since the forward
         # pass has computed what it needs (learner.model.logprob).
         (embedding if trained else head).set_unshard_in_backward(False)
-    fully_shard(lm.base_model, ignored_params={head.weight} if tied else None, **how)
+    fully_shard(decoder_of(lm), ignored_params={head.weight} if tied else None, **how)
 
 
 def _fill(

@@ -28,7 +28,7 @@ from learner.algo.advantage import has_signal
 from learner.batch.micro_batch import read
 from learner.config import ModelConfig
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
-from learner.model.export import served_weights, update_of, write_weights
+from learner.model.export import ServedNames, update_of, write_weights
 from learner.model.logprob import check_ids
 from learner.model.policy import Policy, resolve_checkpointing
 from learner.model.roles import reward_roles
@@ -191,14 +191,14 @@ def held_of(policy: Policy, version: int, *, merged: bool) -> Held:
 
 
 def _adapter(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    scalings = policy.scalings()
+    scalings, names = policy.scalings(), ServedNames(policy.config)
     for name, master in policy.masters.items():
         sent = master.detach().to("cpu", policy.dtype, copy=True)
         module, _, matrix = name.removesuffix(".weight").rpartition(".")
         # vLLM multiplies B by the scaling once, on loading, in the engine's dtype; the same rounding is needed here.
         if matrix == "lora_B":
             sent.mul_(scalings[module])
-        yield from served_weights(policy.model_type, {name: sent}).items()
+        yield from names.weights({name: sent}).items()
 
 
 def _whole(policy: Policy, version: int) -> Iterator[tuple[str, Tensor]]:

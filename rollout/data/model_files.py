@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 from cluster.errors import WrongInput
 from cluster.reading import MIB, opened, read_mapping, read_text
 from rollout.data.files import is_file_name, is_pattern
-from rollout.text_part import of_text
+from rollout.text_part import of_text, text_adapter
 
 # Whether the hub can be reached. One quick connection tells; the hub's client would try for half a minute at each file.
 
@@ -333,11 +333,14 @@ def model_weights(path: str, key: str = "model.path") -> dict[str, Stored] | Non
 
 
 def adapter_weights(folder: str, key: str) -> dict[str, Stored]:
-    """All weights in a PEFT adapter's folder by name. Raises WrongInput, which names `key`."""
+    """All weights in a PEFT adapter's folder by a text model's names (rollout.text_part).
+
+    Raises WrongInput, which names `key`.
+    """
     file = Path(folder).expanduser() / WEIGHTS_FILE
     if not file.is_file():
         raise WrongInput(f"{key}: must be the folder of a PEFT adapter, got {folder}, which has no {WEIGHTS_FILE}")
-    return header(file, key)
+    return text_adapter(header(file, key))
 
 
 def header(file: Path, key: str) -> dict[str, Stored]:

@@ -33,7 +33,7 @@ def test_a_language_model_of_text_is_taken(lora: bool) -> None:
     ("config", "words"),
     [
         ({"model_type": "llama4", "vision_config": {"x": 1}, "text_config": {"num_local_experts": 16}},
-         "(model_type llama4) takes vision beside text"),
+         "(model_type llama4) takes vision beside text and names no text part"),
         ({"model_type": "qwen2_audio", "audio_config": {"x": 1}}, "(model_type qwen2_audio) takes audio beside text"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "(model_type t5) is an encoder and a decoder"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "(model_type bert) is a BertForMaskedLM"),

@@ -27,6 +27,7 @@ from learner.model.base import load_base
 from learner.tools.export.source import Needed, Proof, Said, Source, Window, ask, check, check_memory, compare, made_up
 from learner.tools.server import GENERATION
 from rollout.data.model_files import load_tokenizer, split
+from rollout.text_part import NAMES
 
 # The base's tokenizer is copied unchanged. transformers saves a tokenizer without the sentencepiece file, which
 # llama.cpp reads, and with settings of its own version, so the base's files replace those that transformers wrote.
@@ -78,7 +79,7 @@ def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window
     if source.whole_model:
         expected, base = ask(lm.eval(), shown), None
     else:
-        wrapped = peft.PeftModel.from_pretrained(lm, str(source.learned)).eval()
+        wrapped = peft.PeftModel.from_pretrained(lm, str(source.learned), key_mapping=NAMES).eval()
         expected, base = _both(wrapped, shown)
         lm = wrapped.merge_and_unload(safe_merge=True)
         del wrapped

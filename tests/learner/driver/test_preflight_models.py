@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from learner.driver.input_checks import (
     adapter_notes,
 )
 from learner.model.base import without_weights
-from learner.model.export import served_config, served_weights
+from learner.model.export import ServedNames
 from learner.model.trial import not_by_rows
 from learner.tools.evaluation import policy_of
 from rollout.data.chat import Chat
@@ -85,7 +86,7 @@ def test_an_adapter_that_contradicts_the_settings_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vision_config": {"hidden_size": 8}}, "model.path: .* takes vision beside text; give the text-only model"),
+        ({"vision_config": {"hidden_size": 8}}, "model.path: .* takes vision beside text and names no text part"),
         ({"original_max_position_embeddings": 64, "rope_scaling": {"rope_type": "longrope"}}, "at most 64 .* got 80"),
     ],
 )
@@ -199,11 +200,12 @@ def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
     targets = ["q_proj", "gate_up_proj" if family == "glm4" else "up_proj"]
     payload, content = make_adapter(base, seed=1, targets=targets)
     weights = load(payload)
-    copied = served_weights(family, weights) if family == "glm4" else weights
+    names = ServedNames(SimpleNamespace(model_type=family))
+    copied = names.weights(weights)
     (folder / "vllm").mkdir(parents=True)
     save_file(weights, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(content))
-    (folder / "vllm" / "adapter_config.json").write_text(json.dumps(served_config(family, content)))
+    (folder / "vllm" / "adapter_config.json").write_text(json.dumps(names.config(content)))
 
     def copy(weights: dict[str, Any]) -> None:
         save_file({name: one.clone() for name, one in weights.items()}, folder / "vllm" / WEIGHTS_FILE)
@@ -238,7 +240,7 @@ def test_weights_that_are_no_views_are_refused_without_reading_one(
     assert refusal(dense, config) is None
     said = refusal(dense | {"path": str(make_family(tmp_path / "experts", "qwen3_moe"))}, config)
     assert said is not None
-    assert re.match(r"memory.layout: .* 4 of 25 are none \(model.layers.0.mlp.experts.*=own", said)
+    assert re.match(r"memory.layout: .* 4 of 25 are none \(model.layers.0.mlp.experts.*=auto", said)
 
 
 def test_4_bits_are_packed_of_whole_rows_alone(model: Path) -> None:

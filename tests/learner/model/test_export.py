@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.random_families import make_family
 from learner.config import ModelConfig
-from learner.model.export import export, save_masters, served_config, served_weights, update_of
+from learner.model.export import ServedNames, export, save_masters, update_of
 from learner.model.lora import lora_targets
 from learner.model.policy import Policy
 from rollout.data.model_files import WEIGHTS_FILE
@@ -100,10 +100,11 @@ def test_the_parts_of_a_fused_layer_change_its_rows_as_the_whole_does(tmp_path: 
 
 def test_names_that_are_the_same_are_left_alone() -> None:
     weights = {"base_model.model.model.layers.0.mlp.gate_up_proj.lora_B.weight": torch.zeros(4, 2)}
-    assert served_weights("phi3", weights).keys() == weights.keys()
+    phi3, glm4 = (ServedNames(SimpleNamespace(model_type=kind)) for kind in ("phi3", "glm4"))
+    assert phi3.weights(weights).keys() == weights.keys()
     config = {"target_modules": ["model.layers.0.mlp.gate_up_proj", "o_proj"]}
-    assert served_config("phi3", config) == config
-    assert served_config("glm4", config)["target_modules"] == [
+    assert phi3.config(config) == config
+    assert glm4.config(config)["target_modules"] == [
         "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "o_proj",
     ]  # fmt: skip
 
