@@ -102,7 +102,7 @@ def decoder_of(lm: Any) -> Any:
     embedding. It is `lm` itself if transformers cannot tell."""
     if lm.base_model is not lm:
         return lm.base_model
-    return lm.get_decoder() or lm  # Llama 4's base_model_prefix does not name its decoder
+    return getattr(lm, "model", lm)  # Llama 4's base_model_prefix names another module
 
 
 def begin_anew(lm: Any) -> None:

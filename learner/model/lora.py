@@ -420,6 +420,8 @@ def _attention(known: list[str], wanted: Wanted) -> list[str]:
 
 
 POLICY, REFERENCE = "default", "reference"
+# PEFT's warning where a text part, which has no towers, gets an adapter whose configuration excludes them.
+NONE_EXCLUDED = "You have passed exclude_modules"
 
 
 def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
@@ -434,6 +436,7 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
         check_targets(lm, lora.targets, content["target_modules"], model.adapter)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # Policy.load reports missing weights
+            warnings.filterwarnings("ignore", NONE_EXCLUDED)
             wrapped: Any = peft.PeftModel.from_pretrained(
                 lm, model.adapter, adapter_name=POLICY, is_trainable=True, key_mapping=NAMES
             )
@@ -455,7 +458,9 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
     read_adapter(folder, what)
     tensors = text_adapter(load_file(Path(folder) / WEIGHTS_FILE))
     modes = [(module, module.training) for module in wrapped.modules()]
-    wrapped.load_adapter(folder, REFERENCE, is_trainable=False, key_mapping=NAMES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NONE_EXCLUDED)
+        wrapped.load_adapter(folder, REFERENCE, is_trainable=False, key_mapping=NAMES)
     for module, training in modes:  # PEFT calls eval() on all modules; checkpointing and 4-bit layers read the flag
         module.training = training
     own = {name: weight for name, weight in wrapped.named_parameters() if f".{REFERENCE}." in name}

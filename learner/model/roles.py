@@ -162,7 +162,8 @@ def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
 
 
 def without_head(settings: peft.LoraConfig) -> peft.LoraConfig:
-    """Changes PEFT's settings to those of a causal language model, for which PEFT adds no head."""
+    """Changes PEFT's settings to those of a causal language model without towers, for which PEFT adds no head."""
+    settings.exclude_modules = None
     settings.modules_to_save, settings.task_type = None, peft.TaskType.CAUSAL_LM
     return settings
 

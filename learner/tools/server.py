@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +22,7 @@ from learner.driver.checkpoint import ADAPTER, learned_in
 from learner.driver.input_checks import check_served
 from learner.model.adapter_config import CONFIG_FILE, MODEL, read_content, served
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
-from rollout.architecture import has_experts, text_of
+from rollout.architecture import has_experts, other_inputs, text_of
 from rollout.data import model_files
 from rollout.data.chat import Chat
 from rollout.data.model_files import CONFIG, model_weights, read_json
@@ -235,6 +236,15 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
             f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
         )
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
+    if other_inputs(read_json(config.model.source, CONFIG)):
+        if _on_cpu() and find_spec("torchvision") is None:
+            raise WrongInput(
+                f"RUN: on a CPU vLLM serves {config.model.path}, which takes more than text, only beside torchvision; "
+                "install its CPU build (pip install torchvision --index-url https://download.pytorch.org/whl/cpu), "
+                f"or merge the adapter (gleaner export {learned.parent} OUT), then python -m "
+                "vllm.entrypoints.openai.api_server --model OUT"
+            )
+        arguments += ["--language-model-only"]  # the adapter has the names of the whole checkpoint
     if (revision := config.model.revision) is not None:
         arguments += ["--revision", revision, "--tokenizer-revision", revision]
     # Without it vLLM gives experts and the head LoRA layers, too.

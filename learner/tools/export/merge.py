@@ -8,6 +8,7 @@ quantisation it would be another policy.
 
 import gc
 import shutil
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from learner.config import ModelConfig
 from learner.driver.failure import RunEnded
 from learner.model.base import load_base
+from learner.model.lora import NONE_EXCLUDED
 from learner.tools.export.source import Needed, Proof, Said, Source, Window, ask, check, check_memory, compare, made_up
 from learner.tools.server import GENERATION
 from rollout.data.model_files import load_tokenizer, split
@@ -79,7 +81,9 @@ def write_merged(source: Source, out: Path, dtype: str, windows: Sequence[Window
     if source.whole_model:
         expected, base = ask(lm.eval(), shown), None
     else:
-        wrapped = peft.PeftModel.from_pretrained(lm, str(source.learned), key_mapping=NAMES).eval()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NONE_EXCLUDED)
+            wrapped = peft.PeftModel.from_pretrained(lm, str(source.learned), key_mapping=NAMES).eval()
         expected, base = _both(wrapped, shown)
         lm = wrapped.merge_and_unload(safe_merge=True)
         del wrapped

@@ -29,8 +29,9 @@ from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
+from learner.model.base import head_of
 from learner.model.export import update_of
-from learner.model.logprob import token_logprobs
+from learner.model.logprob import decoder_of, token_logprobs
 from learner.model.policy import Policy, merged, resolve_checkpointing
 from learner.model.roles import ScoredRole
 from rollout.types import Weights
@@ -85,8 +86,13 @@ def test_llama_and_checkpointing(tmp_path: Path) -> None:
 
 def test_layers_that_cannot_be_had_without_the_logits_are_a_sentence(tmp_path: Path) -> None:
     config = Llama4TextConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=24)
-    with pytest.raises(WrongInput, match=r"model.path: .* \(model_type llama4_text\) keeps its layers where"):
-        make_policy(save_model(config, tmp_path))
+    lm: Any = AutoModelForCausalLM.from_config(config)  # its base_model_prefix names no module of it
+    assert decoder_of(lm) is lm.model
+    assert head_of(lm, "m") is lm.lm_head.weight
+    lm.layers_elsewhere = lm.model
+    del lm.model
+    with pytest.raises(WrongInput, match=r"model.path: m \(model_type llama4_text\) keeps its layers where"):
+        head_of(lm, "m")
 
 
 def test_targets_that_peft_refuses_are_named(tmp_path: Path) -> None:
