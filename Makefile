@@ -1,11 +1,11 @@
-# make setup | demo | demo-tools | check | test | nightly | test-long | test-browser | test-trackers | test-lm-eval | test-others
+# make setup | demo | demo-tools | check | test | nightly | test-long | test-families | test-browser | test-trackers | test-lm-eval | test-others
 # | test-nodes | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
-.PHONY: contracts test-nodes kernels mutants smollm2 lock clean build/others build/games
+.PHONY: contracts test-families test-nodes kernels mutants smollm2 lock clean build/others build/games
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,7 +89,7 @@ test: setup
 	@$(MAKE) --no-print-directory check
 
 # All of it but what needs a card, one after the other (hours); the last line names what failed.
-NIGHTLY := check test-long test-docs test-nodes test-browser test-trackers test-lm-eval test-others docs package kernels mutants
+NIGHTLY := check test-long test-families test-docs test-nodes test-browser test-trackers test-lm-eval test-others docs package kernels mutants
 nightly: setup
 	@failed=()
 	for target in $(NIGHTLY); do
@@ -101,7 +101,19 @@ nightly: setup
 
 # Whole runs, ranks and large models, of which `make test` has the parts (half an hour).
 test-long: setup
-	@$(BIN)/pytest -n 0 -p no:cacheprovider -m long --ignore tests/documented
+	@$(BIN)/pytest -n 0 -p no:cacheprovider -m long --ignore tests/documented --ignore tests/families
+
+# Every family of checkpoints with towers: three steps of the whole system each, by adapter, merged and as a whole.
+TORCHVISION := torchvision==0.28.0
+test-families: setup
+	@if [ "$$(cat build/torchvision/.made 2>/dev/null)" != "$(TORCHVISION)" ]; then
+	    rm -rf build/torchvision
+	    $(INSTALL) --target build/torchvision "$(TORCHVISION)"
+	    cat tests/families/declared.py build/torchvision/torchvision/__init__.py > build/torchvision/whole.py
+	    mv build/torchvision/whole.py build/torchvision/torchvision/__init__.py
+	    echo "$(TORCHVISION)" > build/torchvision/.made
+	fi
+	PYTHONPATH=$$PWD:$$PWD/build/torchvision $(BIN)/pytest -n 0 -p no:cacheprovider tests/families
 
 # The report in Debian's Chromium (apt-get install chromium chromium-driver); says so where there is none.
 test-browser: setup

@@ -27,7 +27,9 @@ SAME_OF_TEXT = {
 }
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")  # model types that vLLM refuses in float16 (config/model.py)
 STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "linear_attn", "lru_")  # prefixes of settings for layers' states
-STATES_ON_CPU = ("nemotron_h",)  # model types with Mamba-2, for whose layers with a state vLLM has CPU kernels
+# Model types whose layers with a state are computed on a CPU: Mamba-2 by vLLM's kernels, the gated delta rule by vLLM's
+# in bfloat16 and by rollout.vllm.gated_delta in float32.
+STATES_ON_CPU = ("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 TRANSPOSED = ("gpt2", "openai-gpt")  # model types whose layers are Conv1D, not nn.Linear
 
 

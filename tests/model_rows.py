@@ -124,10 +124,6 @@ ROWS: dict[str, dict[str, Any]] = {
 # Refused by their config.json, so that no model is made: model_type -> class
 BY_CONFIG = {
     "bert": "BertForMaskedLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "llama4": "Llama4ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_audio": "Qwen2AudioForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, as_table
 from examples.random_families import FAMILIES, TINY
+from examples.random_towers import CHECKPOINTS, make_checkpoint
 from tests.model_rows import BY_CONFIG, ROWS
 from tests.template_table import section
 
@@ -48,17 +49,33 @@ def row(kind: str, folder: Path) -> tuple[str, ...]:
     import torch
     import transformers
 
-    from learner.config import ModelConfig
-    from learner.config.settings import LoraConfig
-    from learner.model.policy import Policy
-
     hf: Any = transformers
     settings = ROWS[kind] if kind in OWN_NAMES else TINY | ROWS[kind]
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **settings)).float()
     model.save_pretrained(folder)
-    served = _served(type(model).__name__)
-    del model
+    return _said(kind, folder, type(model).__name__)
+
+
+def row_of_checkpoint(name: str, folder: Path) -> tuple[str, ...]:
+    """The same of a tiny random checkpoint with towers, whose text part is trained."""
+    from transformers import AutoConfig
+
+    from rollout.text_part import text_part
+
+    make_checkpoint(folder, name)
+    (kind,) = text_part(AutoConfig.from_pretrained(folder)).architectures
+    return _said(f"{name} (text of {CHECKPOINTS[name][0]})", folder, kind)
+
+
+def _said(kind: str, folder: Path, model_class: str) -> tuple[str, ...]:
+    import torch
+
+    from learner.config import ModelConfig
+    from learner.config.settings import LoraConfig
+    from learner.model.policy import Policy
+
+    served = _served(model_class)
     try:
         with _heard("learner.model.packing_check") as warnings:
             policy = Policy(
@@ -123,13 +140,17 @@ def table() -> str:
         for kind in sorted([*ROWS, *BY_CONFIG]):
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(refused_by_config(kind) if kind in BY_CONFIG else row(kind, Path(folder)))
+        for name in CHECKPOINTS:
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(row_of_checkpoint(name, Path(folder)))
     finally:
         torch.set_num_threads(threads)
     found = json.loads((RESULTS / "model_families.json").read_text())
     proven = {name: one["steps"] for name, one in found.items()}
     greatest = {name: max(step["policy/mismatch_max"] for step in steps) for name, steps in proven.items()}
     lines = [
-        [f"{name} ({FAMILIES[name][1]})", f"{len(proven[name])}", f"{value:.1e}"] for name, value in greatest.items()
+        [f"{name} ({FAMILIES[name][1]})" if name in FAMILIES else name, f"{len(proven[name])}", f"{value:.1e}"]
+        for name, value in greatest.items()
     ]
     proven_table = as_table(("family", "steps", "largest, nats"), lines)
     return TEXT.format(table=as_table(HEADER, rows), proven=proven_table, templates=section())
@@ -145,6 +166,7 @@ compares it with what the code says now. [models.md](models.md) says what follow
 - **learner**: `packed`, `padded` or `refused`, as [models.md](models.md#what-a-run-finds-out-about-a-model) explains.
 - **why**: the reason for which the architecture is padded or refused.
 - **all-linear**: the layers that `learner.lora.targets: all-linear` adapts.
+- **text of**: the model is the text part of a checkpoint with towers of that model_type.
 - **vLLM**: what the installed vLLM has for adapters of the architecture. `no class of its own`: vLLM tries
   transformers' code.
 

@@ -28,6 +28,7 @@ from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, un
 from benchmarks.system.system_run import BOTH, Tree, finished, rows
 from examples.random_families import FAMILIES, make_family
 from examples.random_model import make_tiny_model
+from examples.random_towers import CHECKPOINTS, make_checkpoint
 from rollout.vllm.environment import required_env
 
 LIMIT = 1e-4  # nats
@@ -37,24 +38,32 @@ def distinct(prompts, completions, **columns):  # differs in nearly every group,
 """
 COLUMNS = ("policy/mismatch_max", "policy/mismatch_k3", "policy/entropy", "loss/grad_norm")
 PLAIN = ("Llama", "Qwen2")
+TOWERS = {f"{name}+towers": name for name in CHECKPOINTS}  # their text parts are trained
 PROBE = list(range(40, 72))
 
 
-def run(name: str, folder: Path, steps: int) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl of a whole run, its adapter moved by each step."""
+def made(name: str, path: Path) -> Path:
+    """Writes a tiny random model of the family, of PLAIN, FAMILIES or TOWERS."""
+    if name in TOWERS:
+        return make_checkpoint(path, TOWERS[name])
+    return make_tiny_model(path, family=name) if name in PLAIN else make_family(path, name)
+
+
+def run(name: str, folder: Path, steps: int, learner: Tree | None = None) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl of a whole run, its policy moved by each step. learner: more settings of `learner`."""
     reward, data = folder / "distinct.py", folder / "data.jsonl"
     reward.write_text(REWARD)
     problems = [{"question": f"Say something about {word}", "answer": word} for word in "abcdefghijklmnopqrst"]
     data.write_text("".join(json.dumps(row) + "\n" for row in problems))
     tree: Tree = {
         "steps": steps,
-        "model": {"path": str(make_family(folder / "model", name)), "dtype": "float32"},
+        "model": {"path": str(made(name, folder / "model")), "dtype": "float32"},
         "data": {"path": str(data), "eval": {"every": 0}},
         "rewards": [{"use": f"{reward}:distinct"}],
         "rollout": {
             "num_generations": 4, "max_prompt_length": 96, "max_completion_length": 24, "kv_cache": "32MiB",
         },
-        "learner": {"groups_per_step": 3, "learning_rate": 1e-3},
+        "learner": {"groups_per_step": 3, "learning_rate": 1e-3, **(learner or {})},
         "trackers": [],
     }  # fmt: skip
     with finished(tree, limit_s=600) as run_dir:
@@ -89,7 +98,7 @@ def whole_system(options: argparse.Namespace) -> bool:
             lines = run(name, Path(folder), options.steps)
         steps = [{column: line[column] for column in COLUMNS} for line in lines]
         found[name] = {"asked": options.steps, "steps": steps, "conditions": told}
-        found = {family: found[family] for family in FAMILIES if family in found}
+        found = {family: found[family] for family in [*FAMILIES, *TOWERS] if family in found}
         print(name, [step["policy/mismatch_max"] for step in steps], flush=True)
         text, good = report(found)
         save("model_families", found, text)
@@ -159,8 +168,7 @@ def shared_base(options: argparse.Namespace) -> bool:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, spawn.Pool(1, maxtasksperchild=1) as pool:
         for name in (*PLAIN, *options.families):
-            path = Path(folder) / name
-            model = make_tiny_model(path, family=name) if name in PLAIN else make_family(path, name)
+            model = made(name, Path(folder) / name)
             for dtype in ("float32", "bfloat16"):
                 found.append({"family": name, "dtype": dtype} | pool.apply(equal, (str(model), dtype)))
                 print(found[-1], flush=True)
@@ -179,7 +187,7 @@ def shared_base(options: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=[*FAMILIES, *TOWERS], default=[*FAMILIES, *TOWERS])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--shared-base", action="store_true")
     options = parser.parse_args()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollout.vllm.gated_delta import install_float32_gated_delta
+
 # AMX, the matrix instructions of newer Intel CPUs.
 #
 # Linux lets a process use AMX only after the process has asked. vLLM's attention in bfloat16 uses AMX without asking,
@@ -463,3 +465,4 @@ def prepare_cpu_process() -> None:
     serve_experts()
     install_cpu_norm()
     install_cpu_sampling()
+    install_float32_gated_delta()

@@ -9,7 +9,7 @@ in this process, or one process for each shard, which then all read at the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -314,14 +314,24 @@ def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int)
             continue
         forget_packed(layer.lora_a_stacked)  # so that later products use the very values that are read here
         parts = manager.packed_modules.get(name, [name])
-        for part, stack_a, stack_b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-            a, b, used = stack_a[slot, 0], stack_b[slot, 0], rank if part in keys else 0
+        for part, stack_a, stacks_b in _by_part(parts, layer):
+            a, slices, used = stack_a[slot, 0], [stack[slot, 0] for stack in stacks_b], rank if part in keys else 0
             if part in keys:
-                whole_a, whole_b = whole_pair(layer, a[:rank], b[:, :rank])
-                yield keys[part][True], whole_a
-                yield keys[part][False], whole_b
-            if used < len(a) and a[used:].any() and b[:, used:].any():  # vLLM zeroes a slot before it fills it
-                yield f"{part} beyond what was sent", b[:, used:]
+                pairs = [whole_pair(layer, a[:rank], b[:, :rank]) for b in slices]
+                yield keys[part][True], pairs[0][0]
+                yield keys[part][False], torch.cat([b for _, b in pairs])
+            rest = torch.cat([b[:, used:] for b in slices])
+            if used < len(a) and a[used:].any() and rest.any():  # vLLM zeroes a slot before it fills it
+                yield f"{part} beyond what was sent", rest
+
+
+def _by_part(parts: Sequence[str], layer: Any) -> Iterator[tuple[str, Tensor, Sequence[Tensor]]]:
+    """Each layer that is fused in this one, with its slots for A, and for B by slices. The first may be several slices
+    with the same A, as Qwen3.5's in_proj_qkv is three of the four slices of in_proj_qkvz."""
+    of_a, of_b = layer.lora_a_stacked, layer.lora_b_stacked
+    first = len(of_a) - len(parts) + 1  # slices of the first
+    yield parts[0], of_a[0], of_b[:first]
+    yield from ((part, a, (b,)) for part, a, b in zip(parts[1:], of_a[first:], of_b[first:], strict=True))
 
 
 def _is_linear(layer: Any) -> bool:

@@ -45,13 +45,12 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
     if not known:
         named = ", ".join(names) or "(config.json names none)"
         return [f"model.path: vLLM has no architecture {named}; give a model of one that it has, or a newer vLLM"]
-    if learner["mode"] == "lora" and learner["push"] == "adapter":
-        try:
-            found: Any = ModelRegistry.models[known[0]].load_model_cls()
-        except Exception as error:  # the module may need a package that is not installed, or another device
-            return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
-        if not getattr(found, "supports_lora", False):
-            return [without_lora(known[0], path)]
+    try:
+        found: Any = ModelRegistry.models[known[0]].load_model_cls()
+    except Exception as error:  # the module may need a package that is not installed, or another device
+        return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
+    if learner["mode"] == "lora" and learner["push"] == "adapter" and not getattr(found, "supports_lora", False):
+        return [without_lora(known[0], path)]
     return []
 
 
