@@ -1,5 +1,6 @@
-"""A model with experts and one with fused layers, in the learner and on the real vLLM (all families:
-benchmarks.learner.model_families). Among the last of the folder's engines, see conftest.py."""
+"""A model with experts, one with fused layers, one with linear attention and the text part of a checkpoint with towers,
+in the learner and on the real vLLM (all families: benchmarks.learner.model_families, tests/families). Among the last of
+the folder's engines, see conftest.py."""
 
 from __future__ import annotations
 
@@ -9,22 +10,34 @@ import pytest
 import torch
 
 from examples.random_families import make_family
+from examples.random_towers import CHECKPOINTS, make_checkpoint
 from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
 from learner.trainer.trainer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.engine import VllmEngine
 from tests.learner.model.test_export import adapted
+from tests.learner.model.test_packing_check import random_adapter
+from tests.learner.model.test_policy import make_policy
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats; measured 2e-6
 ATTENTION = {"qkv_proj", "o_proj"}
-LAYERS = {"qwen3_moe": ATTENTION, "glm4": {*ATTENTION, "gate_up_proj", "down_proj"}}  # as vLLM fuses them
+LAYERS = {  # as vLLM fuses them
+    "qwen3_moe": ATTENTION,
+    "qwen3_next": ATTENTION,
+    "glm4": {*ATTENTION, "gate_up_proj", "down_proj"},
+    "gemma4_dense": {*ATTENTION, "gate_up_proj", "down_proj"},
+}
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_sampler_and_learner_are_one_policy(name: str, tmp_path: Path) -> None:
-    policy = adapted(name, tmp_path / "model")
+    if name in CHECKPOINTS:
+        policy = make_policy(str(make_checkpoint(tmp_path / "model", name)))
+        random_adapter(policy)
+    else:
+        policy = adapted(name, tmp_path / "model")
     update = update_of(policy, 0)
     assert isinstance(update, Adapter)
     engine = VllmEngine(settings(tmp_path / "model"))
