@@ -36,7 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from learner.batch.micro_batch import MicroBatch, Rows, micro_batches
 from learner.model.attention import kernels
 from learner.model.logprob import Logits, begin_anew, policy_logprobs, with_head
-from learner.model.recurrence import CHUNK, carry_states, forget_layouts, recurrent_layers
+from learner.model.recurrence import CHUNK, carry_states, forget_layouts, functions, recurrent_layers
 from rollout.architecture import has_experts
 
 # Limits of check_head.
@@ -172,10 +172,10 @@ def enable(
     reasons = [_by_config(config, recurrent)]
     if reasons == [""]:
         trial = _Trial(lm, logits, predicting, dtype, RECURRENT if layers else GROUPS)
-        carry_states(layers)
-        for name in kernels(trial.device, dtype):
+        for name, by in itertools.product(kernels(trial.device, dtype), functions(layers)):
             try:
                 lm.set_attn_implementation(name)
+                carry_states(layers, by)
                 if config._attn_implementation != name:
                     raise NotImplementedError("its attention cannot be exchanged")
                 reasons.append(trial.objection())
@@ -186,7 +186,8 @@ def enable(
                 begin_anew(lm)
             if reasons[-1] == "":
                 if slower := "; ".join(filter(None, reasons)):
-                    log.warning("%s is packed by %s, which is slower: %s", config.model_type, name, slower)
+                    ways = f"{name} and {by}" if layers else name
+                    log.warning("%s is packed by %s, which is slower: %s", config.model_type, ways, slower)
                 return True
         forget_layouts(layers)
     lm.set_attn_implementation(own)

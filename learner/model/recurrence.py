@@ -13,13 +13,14 @@ at the end of the prompt, whose gradient sums over the completions. Padding has 
 
 In transformers these layers call two functions by their global names. The model gets a copy of the layer's forward pass
 with other globals (learner.model.fusion), and other models of the process keep theirs. What is computed within a
-segment is left to transformers' functions, among which are the kernels that it takes where they are installed.
-learner.model.packing_check proves at start-up that a model computes correctly with these layers. Mamba's layers call
-other functions, so their models are padded.
+segment is left to the function of that name: transformers takes the kernels of flash-linear-attention and causal_conv1d
+where they are installed, and functions of torch elsewhere. learner.model.packing_check proves at start-up that a model
+computes correctly with these layers. Mamba's layers call other functions, so their models are padded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from inspect import unwrap
 from types import MethodType
 from typing import Any
@@ -34,6 +35,9 @@ from learner.model.fusion import with_globals
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 # The types of layers in transformers' configs, by the functions that the layer's forward pass calls.
 KINDS = {(CONVOLUTION,): "conv", (CONVOLUTION, DELTA_RULE): "linear_attention"}
+# The functions with which a segment is computed: those of the packages that are installed, or those of torch.
+INSTALLED, TORCH = "functions of flash-linear-attention or causal_conv1d", "functions of torch"
+PACKAGES = ("fla", "causal_conv1d")
 CHUNK = 64  # tokens that transformers' function, and flash-linear-attention's kernel, compute at once
 
 
@@ -47,13 +51,21 @@ def recurrent_layers(lm: nn.Module) -> dict[str, list[nn.Module]]:
     return found
 
 
-def carry_states(layers: Sequence[nn.Module]) -> None:
-    """Lets these modules of `recurrent_layers` compute packed rows: what they compute of other rows stays the same.
+def functions(layers: Sequence[nn.Module]) -> list[str]:
+    """Returns the names of the functions with which these layers can compute a segment, the fastest first."""
+    others = bool(layers) and any(find_spec(package) is not None for package in PACKAGES)
+    return [INSTALLED, TORCH] if others else [TORCH]
+
+
+def carry_states(layers: Sequence[nn.Module], by: str = TORCH) -> None:
+    """Lets these modules of `recurrent_layers` compute packed rows. Of other rows they compute what they did.
 
     They find the layout of a packed row in the model's keyword arguments: under the name packed_layout, or under
     seq_idx (transformers' name for the sequence of each token), which alone reaches Lfm2's convolutions.
+
+    by: one of `functions`.
     """
-    forwards = {kind: _with_layout(kind) for kind in {type(layer) for layer in layers}}
+    forwards = {kind: _with_layout(kind, by) for kind in {type(layer) for layer in layers}}
     for layer in layers:
         # The method is replaced on the instance, so that no name of a module or weight changes.
         layer.forward = MethodType(forwards[type(layer)], layer)
@@ -71,11 +83,14 @@ def _called(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(name for name in (CONVOLUTION, DELTA_RULE) if name in names)
 
 
-def _with_layout(kind: type[nn.Module]) -> Callable[..., Any]:
+def _with_layout(kind: type[nn.Module], by: str) -> Callable[..., Any]:
     # What is unwrapped moves weights that accelerate has put elsewhere, and the learner lets it move none.
     forward: Any = unwrap(kind.forward)
+    plain = {name: forward.__globals__[name] for name in _called(kind)}
+    if by == TORCH:  # transformers' choice of a package's function wraps torch's
+        plain = {name: unwrap(function) for name, function in plain.items()}
     ours = {CONVOLUTION: _convolution, DELTA_RULE: _delta_rule}
-    return with_globals(forward, {name: partial(ours[name], forward.__globals__[name]) for name in _called(kind)})
+    return with_globals(forward, {name: partial(ours[name], function) for name, function in plain.items()})
 
 
 def _convolution(
