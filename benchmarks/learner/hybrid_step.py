@@ -25,9 +25,9 @@ from benchmarks.learner.real_step import RANK, trainer_of
 from examples.random_model import make_tokenizer
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "bos_token_id": None, "eos_token_id": 258, "pad_token_id": 259,
 }  # fmt: skip
 # Tokens of the prompt, and of each completion.
@@ -68,7 +68,8 @@ def main() -> None:
         "P tokens of the prompt, L of each completion. A random model in float32: "
         f"{SHAPE['num_hidden_layers']} layers, three with the gated delta rule and one of attention, "
         f"H = {SHAPE['hidden_size']}, V = {SHAPE['vocab_size']}; the rule by transformers' function of torch. "
-        f"Medians of {options.repeats} steps in which the two took turns; ratios by turn, with the lowest and the highest.\n\n"
+        f"Medians of {options.repeats} steps in which the two took turns; ratios by turn, with the lowest and the "
+        "highest.\n\n"
         f"Conditions: {under(told, 'CPU time of one thread')}\n"
     )
     save("hybrid_step", {"conditions": told, "shape": SHAPE, "seconds": found}, text)

@@ -319,8 +319,8 @@ def _pieces(segments: list[Segment], chunk: int, device: torch.device) -> Pieces
     places[order[real]] = real
     numbers = {own[:2]: number for number, own in enumerate(whole)}
     owners = np.array([numbers[own[2:]] for own in following], np.int64)
-    on_device = (torch.from_numpy(values).to(device) for values in (order, places, owners))
-    return Pieces(next(on_device), next(on_device), *sizes, next(on_device))
+    of_order, of_places, of_owners = (torch.from_numpy(values).to(device) for values in (order, places, owners))
+    return Pieces(of_order, of_places, sizes[0], sizes[1], of_owners)
 
 
 def _cuts(lengths: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:

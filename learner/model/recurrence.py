@@ -58,9 +58,9 @@ def functions(layers: Sequence[nn.Module]) -> list[str]:
 
 
 def carry_states(layers: Sequence[nn.Module], by: str = TORCH) -> None:
-    """Lets these modules of `recurrent_layers` compute packed rows. Of other rows they compute what they did.
+    """Lets these modules of `recurrent_layers` compute packed rows; other rows are computed by the same functions.
 
-    They find the layout of a packed row in the model's keyword arguments: under the name packed_layout, or under
+    The modules find the layout of a packed row in the model's keyword arguments: under the name packed_layout, or under
     seq_idx (transformers' name for the sequence of each token), which alone reaches Lfm2's convolutions.
 
     by: one of `functions`.
