@@ -89,7 +89,7 @@ def _with_layout(kind: type[nn.Module], by: str) -> Callable[..., Any]:
     plain = {name: forward.__globals__[name] for name in _called(kind)}
     if by == TORCH:  # transformers' choice of a package's function wraps torch's
         plain = {name: unwrap(function) for name, function in plain.items()}
-    ours = {CONVOLUTION: _convolution, DELTA_RULE: _delta_rule}
+    ours: dict[str, Callable[..., Any]] = {CONVOLUTION: _convolution, DELTA_RULE: _delta_rule}
     return with_globals(forward, {name: partial(ours[name], function) for name, function in plain.items()})
 
 
@@ -114,7 +114,7 @@ def _convolution(
 
 
 def _delta_rule(
-    plain: Callable[..., tuple[Tensor, Tensor | None]],
+    plain: Callable[..., tuple[Tensor, Any]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,8 +145,8 @@ def _delta_rule(
 def _split(x: Tensor, order: Tensor, sizes: Sequence[Size]) -> list[Tensor]:
     """Returns the batches [rows, tokens, ...] of a packed row [1, N, ...], with zeros for padding."""
     padded = F.pad(x[0], (0, 0) * (x.ndim - 2) + (0, 1)).index_select(0, order)
-    parts = padded.split([rows * tokens for rows, tokens in sizes])
-    return [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
+    parts = torch.split(padded, [rows * tokens for rows, tokens in sizes])
+    return [part.view(*size, *part.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _through(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, wraps
 from inspect import unwrap
 from itertools import pairwise
@@ -36,7 +35,7 @@ LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 CONFIGS: dict[str, Any] = {
@@ -100,7 +99,8 @@ def plain_convolution(
 ) -> Tensor:  # fmt: skip
     assert activation == "silu"
     reach = weight.shape[1] - 1
-    return F.silu(sum(F.pad(x, (reach, 0))[..., i : i + x.shape[2]] * weight[:, i, None] for i in range(reach + 1)))
+    behind = [F.pad(x, (reach, 0))[..., i : i + x.shape[2]] * weight[:, i, None] for i in range(reach + 1)]
+    return F.silu(torch.stack(behind).sum(0))
 
 
 SEGMENTS = [
@@ -132,12 +132,16 @@ def test_a_packed_row_is_the_rule_of_each_completion_after_its_own_prompt() -> N
     count, heads = SEGMENTS[-1].stop, 2
     q, k, v = (torch.randn(1, count, heads, width, dtype=torch.float64, generator=random) for width in (4, 4, 3))
     g, beta = (torch.rand(1, count, heads, dtype=torch.float64, generator=random) for _ in range(2))
-    inputs = tuple(x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v, -g / 20, beta))
+    inputs = q, F.normalize(k, dim=-1), v, -g / 20, beta
+    for x in inputs:
+        x.requires_grad_()
     found, state = recurrence._delta_rule(
         plain_rule, *inputs, packed_layout=Layout(SEGMENTS), initial_state=None, output_final_state=False, scale=0.5
     )
     assert state is None
-    assert_same(found, by_segment(lambda *x: plain_rule(*x, scale=0.5)[0], inputs, 1), inputs)
+    assert_same(
+        found, by_segment(lambda q, k, v, g, beta: plain_rule(q, k, v, g, beta, scale=0.5)[0], inputs, 1), inputs
+    )
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -328,13 +332,6 @@ def test_layers_of_an_unknown_rule_are_padded(
 
 
 def test_a_packed_row_with_a_state_of_its_own_is_refused() -> None:
+    x = torch.zeros(1)
     with pytest.raises(NotImplementedError, match="begins with no state"):
-        recurrence._delta_rule(
-            plain_rule, *[torch.zeros(1)] * 5, packed_layout=Layout(SEGMENTS), initial_state=torch.zeros(1)
-        )
-
-
-def test_observed_rows_leave_tokens_out() -> None:
-    rows = make_rows(observed=True)
-    assert 0 < rows.counts.sum() < len(rows.completions)
-    assert replace(rows, sampled=None).counts.sum() == len(rows.completions)
+        recurrence._delta_rule(plain_rule, x, x, x, x, x, packed_layout=Layout(SEGMENTS), initial_state=x)
