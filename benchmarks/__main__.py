@@ -64,6 +64,7 @@ CASES = (
     Case("learner_step", "memory and CPU time of one optimizer step against TRL", "learner.learner_step --repeats 2",
          "learner_step"),
     Case("real_step", "a step on SmolLM2, packed, in rows, and by transformers", "learner.real_step", "real_step"),
+    Case("hybrid_step", "a step on a Qwen3.5 shape, packed against padded", "learner.hybrid_step", "hybrid_step"),
     Case("ranks", "speed and memory of two ranks of the learner", "learner.ranks", "ranks"),
     Case("families", "sampler against learner, token by token, of each model family", "learner.model_families",
          "model_families"),

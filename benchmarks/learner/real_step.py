@@ -58,8 +58,8 @@ def trainer_of(model: str, dtype: Any, rows: Rows, *, packed: bool) -> Callable[
     learner = LearnerConfig.model_validate({"lora": {"rank": RANK, "alpha": 2 * RANK}, "learning_rate": 1e-6})
     with mock.patch.object(packing_check, "enable", packing_check.enable if packed else lambda *args: False):
         trainer = Trainer(
-            ModelConfig(path=model, dtype=dtype), learner, temperature=1.0, max_completion_length=128,
-            total_steps=1000, seed=0, device="cpu",
+            ModelConfig(path=model, dtype=dtype), learner, temperature=1.0,
+            max_completion_length=max(len(ids) for _, ids in rows), total_steps=1000, seed=0, device="cpu",
         )  # fmt: skip
     assert trainer._policy.packed == packed, f"{dtype}: packing was refused"
     groups = []

@@ -1,13 +1,16 @@
-"""Where completions lie in a packed row, and the blocks and tiles in which learner.model.attention computes the row.
+"""Where completions lie in a packed row, the blocks and tiles in which learner.model.attention computes the row, and
+the pieces in which learner.model.recurrence does.
 
-`Layout` is the entry: it holds the segments of a row and makes masks, tiles or FlashAttention's arguments of them.
+`Layout` is the entry: it holds the segments of a row and makes masks, tiles, FlashAttention's arguments or pieces of
+them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -129,7 +132,7 @@ class Block(NamedTuple):
 
 
 class Layout:
-    """The segments of a packed row, and a cache of what attention derives from them, which all layers share.
+    """The segments of a packed row, and a cache of what layers derive from them, which all of them share.
 
     Args:
         segments: none is empty, and in order they cover the row from 0; a prefix is a whole segment without a prefix.
@@ -184,6 +187,22 @@ class Layout:
         made: Ragged = self._made["ragged"]
         return made
 
+    def preceded(self, before: int, device: torch.device) -> "Preceded":
+        """Returns the segments, before each of which are the last `before` tokens of its prefix."""
+        key = "preceded", before
+        if key not in self._made:
+            self._made[key] = _preceded(self.segments, before, device)
+        made: Preceded = self._made[key]
+        return made
+
+    def pieces(self, chunk: int, device: torch.device) -> "Pieces":
+        """Returns the segments in pieces that begin at multiples of `chunk` tokens."""
+        key = "pieces", chunk
+        if key not in self._made:
+            self._made[key] = _pieces(self.segments, chunk, device)
+        made: Pieces = self._made[key]
+        return made
+
 
 class Ragged(NamedTuple):
     """Segments as FlashAttention's arguments. Keys are gathered, so that each segment has its prefix before it."""
@@ -234,3 +253,81 @@ def _ragged(segments: list[Segment], device: torch.device) -> Ragged:
     query_ends, key_ends = (torch.from_numpy(values).to(device) for values in ends)
     places = torch.from_numpy(np.concatenate(keys)).to(device)
     return Ragged(places, query_ends, key_ends, int(queries.max()), int(widths.max()))
+
+
+class Preceded(NamedTuple):
+    """The tokens of a row of N tokens, with tokens of the prefix before each segment. Place N stands for a token that
+    does not exist, since a prefix may be empty, or shorter than what is asked of it."""
+
+    places: Tensor  # [N + S W] int64, index of each token in the row; S segments, W tokens before each
+    own: Tensor  # [N] int64, index in `places` of each token of the row
+
+
+def _preceded(segments: list[Segment], before: int, device: torch.device) -> Preceded:
+    nothing, begin = segments[-1].stop, 0
+    places: list[npt.NDArray[np.int64]] = []
+    own: list[npt.NDArray[np.int64]] = []
+    for start, stop, prefix_start, prefix_stop in segments:
+        last = np.arange(prefix_stop - before, prefix_stop)
+        places += [np.where(last < prefix_start, nothing, last), np.arange(start, stop)]
+        begin += before
+        own.append(np.arange(begin, begin + stop - start))
+        begin += stop - start
+    found = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (places, own))
+    return Preceded(*found)
+
+
+# Segments of different lengths are computed in batches of pieces. A batch ends where no more than this share of its
+# rows goes on. So at most a quarter of a batch is padding (beside the last chunk of each segment), and the number of
+# batches grows with the logarithm of the number of segments.
+GOES_ON = 0.75
+
+Size = tuple[int, int]  # rows of a batch, and tokens of each row
+
+
+class Pieces(NamedTuple):
+    """The segments of a row of N tokens, cut into batches of pieces for a recurrence, which hands on the state at the
+    end of a piece. Those without a prefix come first, then those that go on from the state at the end of their prefix.
+
+    In both parts segments are sorted by their length, the longest first. The rows of a batch are the next tokens of the
+    first of them, with padding where one has ended.
+    """
+
+    order: Tensor  # [X] int64, index in the row of each token of the batches, batch after batch; N stands for padding
+    places: Tensor  # [N] int64, index in `order` of each token of the row
+    whole: list[Size]  # the batches of segments without a prefix
+    following: list[Size]  # the batches of segments with a prefix
+    owners: Tensor  # [C] int64, for each segment with a prefix the number of that prefix among those without
+
+
+def _pieces(segments: list[Segment], chunk: int, device: torch.device) -> Pieces:
+    by_length = sorted(segments, key=lambda own: own.start - own.stop)
+    whole = [own for own in by_length if own.prefix_start == own.prefix_stop]
+    following = [own for own in by_length if own.prefix_start < own.prefix_stop]
+    nothing = segments[-1].stop
+    batches: list[npt.NDArray[np.int64]] = []
+    sizes: list[list[Size]] = []
+    for part in (whole, following):
+        cuts = list(_cuts([own.stop - own.start for own in part], chunk))
+        start, stop = np.array(part, np.int64).reshape(-1, len(Segment._fields))[:, :2, None].swapaxes(0, 1)
+        tokens = [start[:rows] + np.arange(first, after) for rows, first, after in cuts]
+        batches += [np.where(own < stop[: len(own)], own, nothing) for own in tokens]
+        sizes.append([(rows, after - first) for rows, first, after in cuts])
+    order = np.concatenate([batch.ravel() for batch in batches])
+    real = np.flatnonzero(order < nothing)
+    places = np.empty(nothing, np.int64)
+    places[order[real]] = real
+    numbers = {own[:2]: number for number, own in enumerate(whole)}
+    owners = np.array([numbers[own[2:]] for own in following], np.int64)
+    of_order, of_places, of_owners = (torch.from_numpy(values).to(device) for values in (order, places, owners))
+    return Pieces(of_order, of_places, sizes[0], sizes[1], of_owners)
+
+
+def _cuts(lengths: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (rows, first token, token after the last) of each batch of segments of these lengths, the longest
+    first."""
+    first = 0
+    while rows := sum(length > first for length in lengths):
+        after = min(-(-lengths[int(GOES_ON * rows)] // chunk) * chunk, lengths[0])
+        yield rows, first, after
+        first = after

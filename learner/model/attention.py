@@ -257,7 +257,7 @@ ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 # Arguments that models pass to every attention function, and that change no result here. Any other argument that is set
 # stands for arithmetic (sinks, position biases) that these functions do not do.
-HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"})
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict", "seq_idx"})
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -278,9 +278,15 @@ def _with_rotate(kind: type[nn.Module]) -> Callable[..., Any] | None:
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if ROTARY not in names or not _is_rotation(forward.__globals__[ROTARY]):
         return None
-    own = forward.__globals__ | {ROTARY: partial(_rotary, forward.__globals__[ROTARY])}
-    copied = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    return with_globals(forward, {ROTARY: partial(_rotary, forward.__globals__[ROTARY])})
+
+
+def with_globals(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a copy of a function of Python that finds `others` under their global names; the function itself, and its
+    module, stay as they are."""
+    own = function.__globals__ | others
+    copied = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
 

@@ -2,7 +2,7 @@
 what learner.model.logprob computes, and `enable` whether it computes packed rows exactly.
 
 Whether packing works cannot be read off a model's class (state-space layers, learned biases, kernels that ignore
-segments). With an attention that leaks from one completion into the next, training would silently be wrong.
+segments or states). With an attention that leaks from one completion into the next, training would silently be wrong.
 
 `enable` computes a few completions packed, and in separate rows by the model's own attention. Three questions follow:
 
@@ -22,7 +22,7 @@ the rows with another attention of transformers, which rounds differently; up to
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -36,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from learner.batch.micro_batch import MicroBatch, Rows, micro_batches
 from learner.model.attention import kernels
 from learner.model.logprob import Logits, begin_anew, policy_logprobs, with_head
+from learner.model.recurrence import CHUNK, carry_states, forget_layouts, functions, recurrent_layers
 from rollout.architecture import has_experts
 
 # Limits of check_head.
@@ -131,7 +132,9 @@ TOLERANCE = {
 }
 NOISE = 4
 LEAK = 1e-3  # allowed change of a logprob in nats, and share of a gradient, on a GPU; on a CPU both must be 0
-GROUPS = ((5, (7, 1, 4)), (3, (6, 2)))  # for each group the tokens of its prompt, and of its completions
+Lengths = tuple[tuple[int, tuple[int, ...]], ...]  # for each group the tokens of its prompt, and of its completions
+GROUPS: Lengths = ((5, (7, 1, 4)), (3, (6, 2)))
+RECURRENT: Lengths = ((CHUNK + 2, (CHUNK + 6, 1, 4)), (3, (6, 2)))  # with states that go from chunk to chunk
 TRIAL_IDS = 1000
 PADDING = 0  # the slot of padding; a slot is the number of a token of the trial
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -145,10 +148,11 @@ def enable(
     dtype: torch.dtype,
     attention: str | None = None,
 ) -> bool:
-    """Sets the fastest attention of learner.model.attention with which the model computes packed rows exactly.
+    """Sets the fastest attention of learner.model.attention with which the model computes packed rows exactly. Layers
+    that carry a state along then compute them by learner.model.recurrence.
 
-    Returns whether there is one. Otherwise the model keeps its own attention, a warning says why, and micro-batches
-    must be padded.
+    Returns whether there is one. Otherwise the model keeps its own attention and layers, a warning says why, and
+    micro-batches must be padded.
 
     Args:
         lm: a causal language model of transformers, with its layers as they will be trained.
@@ -158,16 +162,20 @@ def enable(
         attention: name of an attention that is set without a trial, for a model on the meta device
             (learner.tools.meta_run); None: the attention is tried.
     """
+    recurrent = recurrent_layers(lm)
+    layers = [layer for found in recurrent.values() for layer in found]
     if attention is not None:
         lm.set_attn_implementation(attention)
+        carry_states(layers)
         return True
     own, config = lm.config._attn_implementation, lm.config.get_text_config()
-    reasons = [_by_config(config)]
+    reasons = [_by_config(config, recurrent)]
     if reasons == [""]:
-        trial = _Trial(lm, logits, predicting, dtype)
-        for name in kernels(trial.device, dtype):
+        trial = _Trial(lm, logits, predicting, dtype, RECURRENT if layers else GROUPS)
+        for name, by in itertools.product(kernels(trial.device, dtype), functions(layers)):
             try:
                 lm.set_attn_implementation(name)
+                carry_states(layers, by)
                 if config._attn_implementation != name:
                     raise NotImplementedError("its attention cannot be exchanged")
                 reasons.append(trial.objection())
@@ -178,18 +186,25 @@ def enable(
                 begin_anew(lm)
             if reasons[-1] == "":
                 if slower := "; ".join(filter(None, reasons)):
-                    log.warning("%s is packed by %s, which is slower: %s", config.model_type, name, slower)
+                    ways = f"{name} and {by}" if layers else name
+                    log.warning("%s is packed by %s, which is slower: %s", config.model_type, ways, slower)
                 return True
+        forget_layouts(layers)
     lm.set_attn_implementation(own)
     log.warning("%s cannot be packed (%s): completions are padded, each with its own prompt", config.model_type,
                 "; ".join(filter(None, reasons)))  # fmt: skip
     return False
 
 
-def _by_config(config: Any) -> str:
+def _by_config(config: Any, recurrent: Mapping[str, Sequence[nn.Module]]) -> str:
     """Returns reasons against packing that a trial of a few tokens cannot find: attention that changes with the
-    distance of tokens. It is empty if there are none."""
-    strange = set(getattr(config, "layer_types", None) or []) - LAYER_TYPES
+    distance of tokens, and layers of a type that is not known. It is empty if there are none.
+
+    recurrent: the layers that learner.model.recurrence knows, by their type.
+    """
+    types = list(getattr(config, "layer_types", None) or [])
+    known = {kind for kind in types if types.count(kind) == len(recurrent.get(kind, ()))}
+    strange = set(types) - LAYER_TYPES - known
     chunk = getattr(config, "attention_chunk_size", None)
     reasons = [f"layers of {', '.join(sorted(strange))}"] if strange else []
     window = getattr(config, "sliding_window", None) if config.model_type in WINDOW_IN_MASK else None
@@ -212,14 +227,18 @@ class _Trial:
     """The trial's completions, computed in separate rows by the model's own attention, and the comparison with them.
 
     Micro-batches are made by the code that makes those of training, with slots instead of token ids, so that it is
-    known which token is where in them; each pass replaces slots by ids. For arguments see `enable`.
+    known which token is where in them; each pass replaces slots by ids.
+
+    lengths: of the trial's prompts and completions; for the other arguments see `enable`.
     """
 
-    def __init__(self, lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, lm: Any, logits: Logits, predicting: Callable[[MicroBatch], Tensor], dtype: torch.dtype, lengths: Lengths
+    ) -> None:
         self._lm, self._logits, self._predicting, self._dtype = lm, logits, predicting, dtype
         head = lm.get_output_embeddings().weight
         self.device: torch.device = head.device
-        self._groups, count = _slots()
+        self._groups, count = _slots(lengths)
         vocab = min(len(head), TRIAL_IDS)
         self._ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab, count))
         self._others = (self._ids + 1) % vocab  # the ids of tokens that are changed to look for leaks
@@ -352,12 +371,10 @@ class _Group(NamedTuple):
         return [*self.prompt, *_joined(self.completions)]
 
 
-def _slots() -> tuple[list[_Group], int]:
-    """Returns (the groups of GROUPS, the number of slots with that of PADDING)."""
+def _slots(lengths: Lengths) -> tuple[list[_Group], int]:
+    """Returns (groups of these lengths, the number of slots with that of PADDING)."""
     following = itertools.count(PADDING + 1)
-    groups = [
-        _Group(_take(following, size), [_take(following, length) for length in lengths]) for size, lengths in GROUPS
-    ]
+    groups = [_Group(_take(following, prompt), [_take(following, own) for own in rest]) for prompt, rest in lengths]
     return groups, next(following)
 
 

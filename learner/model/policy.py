@@ -277,7 +277,8 @@ class Policy:
         No attention mask is passed. Attention is causal and the padding comes last, so no real token sees it, and the
         attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
         """
-        packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout}
+        # seq_idx is what learner.model.recurrence.carry_states says of it.
+        packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout, "seq_idx": layout}
         with offloaded(self._offload and torch.is_grad_enabled()):
             states: Tensor = decoder_of(self._lm)(input_ids=ids, use_cache=False, **packed).last_hidden_state
         return states.flatten(0, 1)

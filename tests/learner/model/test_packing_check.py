@@ -79,11 +79,11 @@ def gradients(policy: Any, rows: Rows, budget: int, *, packed: bool) -> tuple[Te
     return torch.cat([logprobs for _, logprobs in parts])[order], torch.cat(grads)
 
 
-def random_adapter(policy: Any) -> None:
+def random_adapter(policy: Any, size: float = 0.2) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for master in policy.masters.values():
-            master.copy_(0.2 * torch.randn_like(master))
+            master.copy_(size * torch.randn_like(master))
     policy.sync()
 
 
