@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from cluster.memory.layers import Layer
 from cluster.memory.shape import (
+    ALL,
     CONTEXT,
     DTYPE_BYTES,
-    LINEAR,
     STATE_BYTES,
+    Base,
     Checkpointing,
     OptimizerKind,
     Parts,
@@ -62,9 +64,9 @@ class Learning:
     mode: Literal["lora", "full"] = "lora"
     push: Literal["adapter", "merged"] = "adapter"
     rank: int = 16
-    targets: tuple[str, ...] = tuple(LINEAR)
+    targets: tuple[str, ...] = ALL
     dtype: str = "bfloat16"
-    base: Literal["none", "nf4"] = "none"
+    base: Base = "none"
     optimizer: OptimizerKind = "adamw"
     checkpointing: Checkpointing = "full"
     frozen_ranks: tuple[int, ...] = ()  # LoRA ranks of the adapters of the reference and of reward models
@@ -137,17 +139,13 @@ def _whole(shape: Shape) -> int:
 
 
 def _layer(shape: Shape) -> int:
-    embeddings = (1 if shape.tied else 2) * shape.vocab * shape.hidden
-    return (shape.params - embeddings) // shape.layers
+    mean = (shape.params - shape.embedding_params) // shape.layers
+    return max(mean, *(layer.params for _, layer in shape.stacks))
 
 
 # A push of whole weights (learner.push: merged; learner.mode: full). The pushed weights are in main memory: on CUDA no
 # plan of a GPU counts them, on a CPU they are part of the memory of both roles. A pushed adapter is not counted.
 
-BLOCKS = (
-    tuple(LINEAR)[:4],
-    tuple(LINEAR)[4:],
-)  # attention and feed-forward; learner.model.policy sends either all linear weights of a block or none
 # Copies on a CPU, as multiples of the pushed bytes, by the growth of resident sets (python -m benchmarks whole_push).
 # Learner: the file that generators read has room for two policies, of which the learner maps one (1.0). Through the
 # object store there are the learner's own bytes, and the store's pages of this push and of the push before (3.4 with 75
@@ -159,14 +157,18 @@ SHARDS_COPIES = 1
 
 
 def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b: int) -> int:
-    """Bytes of the weights of one push: the whole model with mode full, the linear weights of the BLOCKS that the
-    adapter targets with push merged, 0 with push adapter. b: bytes of an element."""
+    """Bytes of the weights of one push: the whole model with mode full, the linear weights of the blocks (modules
+    such as self_attn and mlp) in which the adapter targets any with push merged (learner.model.policy), 0 with push
+    adapter. b: bytes of an element."""
     if mode == "full":
         return b * shape.params
     if push == "adapter":
         return 0
-    sent = [name for block in BLOCKS if set(block) & set(targets) for name in block]
-    return b * shape.layers * sum(i * o for i, o in map(shape.linear, sent))
+    sent = 0
+    for count, layer in shape.stacks:
+        blocks = {one.parent for one in shape.adapted(layer, targets)}
+        sent += count * sum(one.weights for one in layer.linears if one.parent in blocks)
+    return b * sent
 
 
 def learner_copies(*, undo: bool) -> int:
@@ -178,7 +180,7 @@ def learner_copies(*, undo: bool) -> int:
 def merging_bytes(shape: Shape) -> int:
     """Bytes that merging an adapter takes: the largest matrix in float32, since one matrix at a time is merged in
     float32, rounded and sent."""
-    return 4 * max(i * o for i, o in map(shape.linear, LINEAR))
+    return 4 * shape.largest
 
 
 def learner_static(shape: Shape, learning: Learning) -> Parts:
@@ -253,7 +255,7 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
         return 0
     if kind == "auto":
         return b * divided_params(shape, ranks)
-    rows = shape.layers * sum(out for _, out in map(shape.linear, LINEAR))
+    rows = sum(count * one.outputs for count, one in shape.matrices())
     return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows
 
 
@@ -359,32 +361,24 @@ HEAD_TILE = (
 HEAD_TRAINED = 8 * 8192  # times h: a tile of the head's gradient in float32, and the summand of a tile of tokens
 
 
-def letters(
-    shape: Shape,
-    *,
-    tokens: int,
-    completion: int,
-    keys: int,
-    rows: int,
-    lora_rank: int,
-    full: bool,
-    keeps_floats: bool,
-    keeps_gates: bool,
-    segments: bool,
-) -> Mapping[str, float]:
-    """The value of each letter of a unit. lora_rank: LoRA rank times the number of targets."""
-    wide, narrow = shape.norms
-    w = shape.widths
+def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Mapping[str, float]:
+    """The value of each letter of a unit for a layer."""
+    mixer, feed, wide = layer.mixer, layer.feed, layer.wide_norms
+    floats, repeated = learning.keeps_floats(shape), mixer.keys != mixer.queries
+    norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
+    rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
+    rank = max(learning.rank, learning.value_rank) * len(shape.adapted(layer, learning.targets))
     return {
-        "N": tokens, "C": completion, "R": rows, "S": keys,
-        "h": w["hidden"], "f": w["ffn"], "q": w["q"], "k": w["kv"],
-        "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "rank": lora_rank,
-        "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that a layer's norms multiply
+        "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
+        "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
+        "heads": mixer.heads, "kv_heads": mixer.kv_heads,
+        "rank": rank,
+        "normed": norms,  # elements that a layer's norms multiply
         "further_norms": wide - 2,  # how many norms a layer has beyond two
-        "lora": not full, "full": full, "gemma": wide > 2, "head_norms": narrow > 0, "grouped": w["kv"] != w["q"],
-        "segments": segments, "repeated": segments and w["kv"] != w["q"],
-        "keeps_floats": keeps_floats, "keeps_gates": keeps_gates,
+        "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
+        "head_norms": layer.head_norms, "grouped": repeated,
+        "segments": learning.segments, "repeated": learning.segments and repeated,
+        "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
     }  # fmt: skip
 
 
@@ -428,25 +422,27 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
       AdamW takes nothing). Without masters they are 6 bytes per weight of the largest matrix: the matrix and random
       bits in the size of float32, less its gradient. A merged push takes the largest matrix in float32.
     """
-    kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
-    layer = kept_attention + kept_mlp
+    kept = [(count, kept_per_layer(shape, layer, learning, micro)) for count, layer in shape.stacks]
+    of_mixers = sum(count * mixer for count, (mixer, _) in kept)
+    of_layers = of_mixers + sum(count * feed for count, (_, feed) in kept)
     boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
     norm = boundary * (2 if learning.keeps_floats(shape) else 1)  # input of the last norm, in float32 if not fused
-    again, kept = live_again(shape, learning, micro), live_kept(shape, learning, micro)
+    again, last = live_again(shape, learning, micro), live_kept(shape, learning, micro)
     policy, layers = learning.checkpointing, shape.layers
     if policy == "none":
-        parts = {"checkpoints": 0, "activations": layers * layer, "live": kept}
+        parts = {"checkpoints": 0, "activations": of_layers, "live": last}
     elif policy == "mlp":
-        parts = {"checkpoints": 0, "activations": layers * kept_attention, "live": max(again[1], kept)}
+        parts = {"checkpoints": 0, "activations": of_mixers, "live": max(again[1], last)}
     elif policy == "full":
         held = 0 if learning.offload else layers * boundary
         # While the head is computed, the input of the last norm is kept too.
-        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + norm)}
+        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], last + norm)}
     else:
         first = min(policy, layers)
         # The first layer is among those that are recomputed. (It keeps less, since no gradient is needed before it.)
-        activations = (layers - first) * layer + norm if first < layers else 0
-        end = activations + (kept if first < layers else 0)
+        # Layers that are not alike count with their mean.
+        activations = (layers - first) * of_layers // layers + norm if first < layers else 0
+        end = activations + (last if first < layers else 0)
         live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
     if learning.mode == "full":  # the gradient of the head exists before all others
@@ -464,9 +460,9 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
     return 6 * shape.vocab * shape.hidden
 
 
-def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
+def kept_per_layer(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> tuple[int, int]:
     """Bytes that a layer keeps for its backward pass: (attention and norms, feed-forward block)."""
-    attention, mlp = _sums(shape, learning, micro, KEPT_ATTENTION, KEPT_MLP)
+    attention, mlp = _sums(shape, layer, learning, micro, KEPT_ATTENTION, KEPT_MLP)
     return attention, mlp
 
 
@@ -478,60 +474,52 @@ def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int
     not fused, 2 N f bytes of its gradients do not exist yet at that moment, and only the bytes of the matrix beyond
     those are added.
     """
-    kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
+    found = [_live_again(shape, layer, learning, micro) for _, layer in shape.stacks]
+    return max(whole for whole, _ in found), max(alone for _, alone in found)
+
+
+def _live_again(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> tuple[int, int]:
+    kept_attention, kept_mlp = kept_per_layer(shape, layer, learning, micro)
     mlp, norm, alone, attention = _sums(
-        shape, learning, micro, AGAIN_MLP, AGAIN_LAST_NORM, AGAIN_MLP_ALONE, AGAIN_ATTENTION
+        shape, layer, learning, micro, AGAIN_MLP, AGAIN_LAST_NORM, AGAIN_MLP_ALONE, AGAIN_ATTENTION
     )
-    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn if learning.keeps_gates(shape) else 0
+    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
-    layer = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
-    return layer, max(kept_mlp + alone + extra, attention)
+    whole = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
+    return whole, max(kept_mlp + alone + extra, attention)
 
 
 def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
     """The most bytes that are held besides what all layers keep: for the head's tile, for the backward pass of the last
     norm, or for that of the last layer, which takes little more than it frees."""
-    _, alone = live_again(shape, learning, micro)
-    _, kept_mlp = kept_per_layer(shape, learning, micro)
-    (norm,) = _sums(shape, learning, micro, LAST_NORM)
-    return max(head_bytes(shape, learning, micro), norm, alone - kept_mlp)
+    found = []
+    for _, layer in shape.stacks:
+        _, alone = _live_again(shape, layer, learning, micro)
+        (norm,) = _sums(shape, layer, learning, micro, LAST_NORM)
+        found.append(max(norm, alone - kept_per_layer(shape, layer, learning, micro)[1]))
+    return max(head_bytes(shape, learning, micro), *found)
 
 
 def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
     """Bytes of the head (learner.model.logprob): a tile of logits, independent of V, and what grows with tokens."""
-    (head,) = _sums(shape, learning, micro, HEAD)
+    _, layer = shape.stacks[0]  # the head's letters are those of any layer
+    (head,) = _sums(shape, layer, learning, micro, HEAD)
     tile = HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE
     trained = HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
-    return bytes_of(tile, _letters(shape, learning, micro)) + head + trained
+    return bytes_of(tile, letters(shape, layer, learning, micro)) + head + trained
 
 
-def _sums(shape: Shape, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
+def _sums(shape: Shape, layer: Layer, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
     """The bytes of each table for the base's type."""
-    values = _letters(shape, learning, micro)
+    values = letters(shape, layer, learning, micro)
     return [DTYPE_BYTES[learning.dtype] // 2 * bytes_of(table, values) for table in tables]
-
-
-def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, float]:
-    rows = HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS
-    return letters(
-        shape,
-        tokens=micro.tokens,
-        completion=micro.completion,
-        keys=micro.keys,
-        rows=min(rows, micro.completion),
-        lora_rank=max(learning.rank, learning.value_rank) * len(learning.targets),
-        full=learning.mode == "full",
-        keeps_floats=learning.keeps_floats(shape),
-        keeps_gates=learning.keeps_gates(shape),
-        segments=learning.segments,
-    )
 
 
 def _dequantised(shape: Shape, learning: Learning) -> int:
     """Bytes of a layer's largest matrix, dequantised, with its scales in float32; 0 if the base has 16 or 32 bits."""
-    if learning.base == "none":
+    if learning.base == "none" and shape.stored is None:
         return 0
-    largest = max(i * o for i, o in map(shape.linear, LINEAR))
+    largest = shape.largest
     return largest * DTYPE_BYTES[learning.dtype] + largest // 16
 
 
@@ -540,11 +528,11 @@ def _widened(shape: Shape, learning: Learning) -> int:
     for 16 bits (learner.model.lora); a CPU with them needs less."""
     if learning.cuda or learning.base == "nf4" or learning.mode == "full" or learning.dtype == "float32":
         return 0
-    largest = max(i * o for i, o in map(shape.linear, LINEAR))
-    return 4 * largest + 4 * WIDENED_ROWS * (shape.hidden + shape.ffn)
+    return 4 * shape.largest + 4 * WIDENED_ROWS * (shape.hidden + shape.ffn)
 
 
 def mlp_share(shape: Shape) -> float:
     """The feed-forward block's share of a layer's linear weights, and so of its work."""
-    work: Sequence[int] = [i * o for i, o in map(shape.linear, LINEAR)]
-    return sum(work[4:]) / sum(work)
+    feed = sum(count * layer.feed_work for count, layer in shape.stacks)
+    mixing = sum(count * one.weights for count, layer in shape.stacks for one in layer.mixer.linear)
+    return feed / (feed + mixing)

@@ -34,7 +34,7 @@ from cluster.memory.learner import (
     undo_bytes,
     value_params,
 )
-from cluster.memory.shape import DTYPE_BYTES, LINEAR, SHAPES, Checkpointing, OptimizerKind, Parts, Shape
+from cluster.memory.shape import ALL, DTYPE_BYTES, SHAPES, Base, Checkpointing, OptimizerKind, Parts, Shape
 
 # GPUs by name. CARDS has MiB as nvidia-smi (NVML) shows them with a driver of 2024 or later. They are less than the GB
 # that a GPU is sold with where a part is reserved, for example for error correction. Compute capability is from
@@ -195,14 +195,14 @@ class Wish:
     mode: Literal["lora", "full"] = "lora"
     push: Literal["adapter", "merged"] = "adapter"
     rank: int = 16
-    targets: tuple[str, ...] = tuple(LINEAR)
+    targets: tuple[str, ...] = ALL
     dtype: str = "bfloat16"
     optimizer: OptimizerKind = "adamw"
     frozen_ranks: tuple[int, ...] = ()
     value_rank: int = 0
     reference: ReferenceKind = "none"
     offload: bool = False
-    base: Literal["none", "nf4"] | None = None
+    base: Base | None = None
     checkpointing: Checkpointing | None = None
     token_budget: int | None = None
     kv_bytes: int | None = None
@@ -222,7 +222,7 @@ class Plan:
     shape: Shape
     device_bytes: int
     layout: Layout
-    base: Literal["none", "nf4"]
+    base: Base
     checkpointing: Checkpointing
     token_budget: int
     kv_bytes: int
@@ -408,7 +408,8 @@ def _fits(found: Plan) -> bool:
 
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
     """Every allowed choice of settings, the best first."""
-    for base in ("none", "nf4") if wish.base is None else (wish.base,):
+    bases: tuple[Base, ...] = ("none", "nf4") if shape.stored is None else ("none",)
+    for base in bases if wish.base is None else (wish.base,):
         if base == "nf4" and (
             wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32" or wish.base_ranks > 1
         ):
@@ -425,7 +426,7 @@ def _plan(
     work: Workload,
     wish: Wish,
     layout: Layout,
-    base: Literal["none", "nf4"],
+    base: Base,
     policy: Checkpointing,
     budget: int,
     kv_bytes: int,
