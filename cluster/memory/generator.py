@@ -141,8 +141,10 @@ def _blocks(shape: Shape, dtype: str, tokens: int, cuda: bool) -> tuple[int, int
     """(blocks of one sequence, bytes of a block).
 
     vLLM forms groups of equally many layers of one kind (attention to all tokens, with a window, with a state), pads
-    the last group, and gives each group blocks of its own (v1/core/kv_cache_utils.py). All layers have pages of the same bytes: where a token takes fewer, a page has more
-    tokens, and pages of attention are at least as large as a state (platforms/interface.py)."""
+    the last group, and gives each group blocks of its own (v1/core/kv_cache_utils.py). All layers have pages of the
+    same bytes: where a token takes fewer, a page has more tokens, and pages of attention are at least as large as a
+    state (platforms/interface.py).
+    """
     block = BLOCK if cuda else BLOCK_CPU
     kinds = [(count, layer) for count, layer in shape.stacks if _cached(layer, dtype) or _state_bytes(layer, dtype)]
     widest = max((_cached(layer, dtype) for _, layer in kinds), default=0)

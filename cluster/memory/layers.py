@@ -1,5 +1,5 @@
-"""The decoder layers of a model, read from the text settings of its config.json: linear modules, experts, what attention
-caches, and what a layer carries along as a state. cluster.memory.shape puts them together to a Shape.
+"""The decoder layers of a model, read from the text settings of its config.json: linear modules, experts, what
+attention caches, and what a layer carries along as a state. cluster.memory.shape puts them together to a Shape.
 
 Modules have the names and sizes of transformers' classes, which tests compare on the meta device. Letters: h hidden
 width, E experts.
@@ -135,10 +135,8 @@ class Layer:
     @property
     def feed_work(self) -> int:
         """Weights of the feed-forward block that a token is multiplied by."""
-        experts = self.feed.experts
-        return sum(one.weights for one in self.feed.linear) + (
-            0 if experts is None else experts.chosen * experts.weights
-        )
+        dense, experts = sum(one.weights for one in self.feed.linear), self.feed.experts
+        return dense + (0 if experts is None else experts.chosen * experts.weights)
 
     @property
     def active_ffn(self) -> int:
@@ -246,14 +244,13 @@ def gated_mlp(hidden: int, ffn: int, *, names: tuple[str, str, str] = (
     return Feed((Linear(gate, hidden, ffn), Linear(up, hidden, ffn), Linear(down, ffn, hidden)), ffn)
 
 
-def with_experts(
-    hidden: int, experts: Experts, *, shared: int = 0, path: str = "mlp", router: int | None = None
-) -> Feed:
-    """A block of experts, beside one of width `shared` through which every token goes. router: its parameters, if not
-    h E."""
-    names = tuple(f"{path}.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-    beside = gated_mlp(hidden, shared, names=names).linear if shared else ()  # type: ignore[arg-type]
-    return Feed(beside, shared, experts, router=hidden * experts.count if router is None else router)
+def with_experts(hidden: int, experts: Experts, *, shared: int = 0, path: str = "mlp", bias: bool = False) -> Feed:
+    """A block of experts, beside one of width `shared` through which every token goes. bias: whether the router has
+    one."""
+    at = f"{path}.shared_expert"
+    names = (f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj")
+    beside = gated_mlp(hidden, shared, names=names).linear if shared else ()
+    return Feed(beside, shared, experts, router=(hidden + bias) * experts.count)
 
 
 # The families: settings -> the model's layers.
@@ -363,7 +360,7 @@ def gpt_oss(text: Text) -> list[Layer]:
         "full_attention" if i % 2 else "sliding_attention" for i in range(count)
     ]
     experts = Experts(expert_count(text), chosen, ffn, 3 * hidden * ffn, 2 * ffn + hidden)
-    feed = with_experts(hidden, experts, router=(hidden + 1) * experts.count)
+    feed = with_experts(hidden, experts, bias=True)
     plain = attention({"attention_bias": True, **text})
     plain = replace(plain, other=plain.other + plain.heads)
     windowed = replace(plain, window=whole(text, "sliding_window")[0] if "sliding_attention" in types else 0)

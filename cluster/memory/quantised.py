@@ -10,8 +10,9 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A format of weights. name: for users. bits: of a weight. group: weights that share a scale; 0: so many that it
-    does not count (a row, a block of 128 x 128). scale, zero: bits of a scale and of a zero point. ignored: modules that
-    are not quantised, by name or as `re:` and a regular expression. experts: whether only experts are quantised."""
+    does not count (a row, a block of 128 x 128). scale, zero: bits of a scale and of a zero point. ignored: modules
+    that are not quantised, by name or as `re:` and a regular expression. experts: whether only experts are
+    quantised."""
 
     name: str
     bits: int
@@ -43,7 +44,7 @@ def _names(ignored: str, path: str) -> bool:
 
 
 # The formats that `gleaner plan` compares, as checkpoints commonly have them: 4 bits with a 16-bit scale for 128
-# weights; 8 bits with a scale per row or block; MXFP4 (OCP Microscaling Formats 1.0), 8 bits of exponent for 32 weights.
+# weights; 8 bits with a scale per row or block; MXFP4 (OCP Microscaling Formats 1.0), 8 bits of exponent for 32.
 FORMATS = {
     "w4a16": Stored("W4A16", 4, 128, 16),
     "fp8": Stored("FP8", 8),

@@ -116,11 +116,14 @@ class Shape:
     stored: Stored | None = None  # how the checkpoint stores the matrices of its layers; None: in 16 or 32 bits
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # text settings of a mixed model
 
-    @property
-    def stacks(self) -> tuple[tuple[int, Layer], ...]:
-        """The layers that are alike, and how many there are of them."""
-        if self.mixed:
-            return self.mixed
+    # The layers that are alike, and how many there are of them.
+    stacks: tuple[tuple[int, Layer], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert not self.mixed or sum(count for count, _ in self.mixed) == self.layers
+        object.__setattr__(self, "stacks", self.mixed or self._alike_layers())  # once: the planner asks very often
+
+    def _alike_layers(self) -> tuple[tuple[int, Layer], ...]:
         path = {name: f"{'self_attn' if name in ATTENTION else 'mlp'}.{name}" for name in LINEAR}
         linear = [Linear(path[name], *self.linear(name)) for name in LINEAR]
         wide, narrow = self.norms
@@ -409,8 +412,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CONTEXT = 500 * 10**6  # CUDA context and kernels of a process with torch, with cuBLAS's workspace (8 to 32 MiB)
 
 Parts = dict[str, int]  # bytes by part
-# How the matrices of the frozen base are stored: as the checkpoint has them, in 4 bits that the run makes of them, or as
-# a checkpoint of the same model would have them (cluster.memory.quantised.FORMATS).
+# How the matrices of the frozen base are stored: as the checkpoint has them, in 4 bits that the run makes of them, or
+# as a checkpoint of the same model would have them (cluster.memory.quantised.FORMATS).
 Base = Literal["none", "nf4", "w4a16", "fp8", "mxfp4"]
 Checkpointing = Literal["none", "mlp", "full"] | int
 LoraRank = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256]
