@@ -11,6 +11,7 @@ feed-forward width; V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -273,7 +274,7 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
 # peak.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Term:
     """A summand of a table. bytes: factor of the unit. unit: letters, multiplied. source: which tensors these are."""
 
@@ -281,9 +282,13 @@ class Term:
     unit: str
     source: str
 
+    @cached_property
+    def letters(self) -> tuple[str, ...]:
+        return tuple(self.unit.split())
+
 
 # What one layer keeps for its backward pass.
-KEPT_ATTENTION = (
+KEPT_MIXER = (
     Term(4, "N h", "inputs of its two norms"),
     Term(4, "N h", "what the norms give and the adapters read"),
     Term(4, "N h keeps_floats", "float32 copies of the norms' inputs, in place of those in 16 bits"),
@@ -305,24 +310,24 @@ KEPT_ATTENTION = (
     Term(2, "N normed full keeps_floats", "what the weight of a norm that trains multiplies"),
     Term(2, "N normed full gemma", "Gemma multiplies it in float32"),
 )
-KEPT_MLP = (
+KEPT_FEED = (
     Term(6, "N f", "gate, up, and their product"),
     Term(2, "N f keeps_gates", "the gate's activation, where it is no operation of a card"),
 )
 
 # What the backward pass of a block takes besides what its layer keeps, if the whole layer is recomputed.
-AGAIN_MLP = (
+AGAIN_FEED = (
     Term(2, "N f", "gradient of the product; those of gate and up take their place"),
     Term(2, "N f keeps_gates", "gradients of gate and up, less what is freed; measured"),
     Term(2, "N h keeps_floats", "measured"),
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
 )
-AGAIN_LAST_NORM = (  # a lower bound for AGAIN_MLP in models with a norm behind the block
+AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind the block
     Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
     Term(1100, "N gemma", "measured"),
 )
-AGAIN_ATTENTION = (
+AGAIN_MIXER = (
     Term(8, "N q", "gradients of queries and output, and FlashAttention's float32 gradient of the queries"),
     Term(-4, "N h", "what is freed before; measured"),
     Term(-8, "N h gemma", "what is freed before of its further norms; measured"),
@@ -330,7 +335,7 @@ AGAIN_ATTENTION = (
     Term(4, "S q grouped", "FlashAttention expands keys and values to one per query head (mha_varlen_bwd)"),
 )
 # What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
-AGAIN_MLP_ALONE = (
+AGAIN_FEED_ALONE = (
     Term(2, "N f", "as above"),
     Term(2, "N f keeps_gates", "as above"),
     Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
@@ -384,7 +389,7 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
 
 def bytes_of(terms: Sequence[Term], values: Mapping[str, float]) -> int:
     """The sum of the terms, rounded to bytes."""
-    return round(sum(term.bytes * prod(values[letter] for letter in term.unit.split()) for term in terms))
+    return round(sum(term.bytes * prod(map(values.__getitem__, term.letters)) for term in terms))
 
 
 FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching allocator cannot join; 3 to 10 % is usual
@@ -422,28 +427,28 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
       AdamW takes nothing). Without masters they are 6 bytes per weight of the largest matrix: the matrix and random
       bits in the size of float32, less its gradient. A merged push takes the largest matrix in float32.
     """
-    kept = [(count, kept_per_layer(shape, layer, learning, micro)) for count, layer in shape.stacks]
-    of_mixers = sum(count * mixer for count, (mixer, _) in kept)
-    of_layers = of_mixers + sum(count * feed for count, (_, feed) in kept)
+    found = [(count, layer_bytes(shape, layer, learning, micro)) for count, layer in shape.stacks]
+    of_mixers = sum(count * one.mixer for count, one in found)
+    of_layers = of_mixers + sum(count * one.feed for count, one in found)
+    whole, alone, last = (max(getattr(one, name) for _, one in found) for name in ("whole", "alone", "kept"))
     boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
     norm = boundary * (2 if learning.keeps_floats(shape) else 1)  # input of the last norm, in float32 if not fused
-    again, last = live_again(shape, learning, micro), live_kept(shape, learning, micro)
     policy, layers = learning.checkpointing, shape.layers
     if policy == "none":
         parts = {"checkpoints": 0, "activations": of_layers, "live": last}
     elif policy == "mlp":
-        parts = {"checkpoints": 0, "activations": of_mixers, "live": max(again[1], last)}
+        parts = {"checkpoints": 0, "activations": of_mixers, "live": max(alone, last)}
     elif policy == "full":
         held = 0 if learning.offload else layers * boundary
         # While the head is computed, the input of the last norm is kept too.
-        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], last + norm)}
+        parts = {"checkpoints": held, "activations": 0, "live": max(whole, last + norm)}
     else:
         first = min(policy, layers)
         # The first layer is among those that are recomputed. (It keeps less, since no gradient is needed before it.)
         # Layers that are not alike count with their mean.
         activations = (layers - first) * of_layers // layers + norm if first < layers else 0
         end = activations + (last if first < layers else 0)
-        live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
+        live = max(end, whole, found[0][1].head) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
     if learning.mode == "full":  # the gradient of the head exists before all others
         parts["live"] += DTYPE_BYTES[learning.dtype] * shape.vocab * shape.hidden
@@ -460,59 +465,42 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
     return 6 * shape.vocab * shape.hidden
 
 
-def kept_per_layer(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """Bytes that a layer keeps for its backward pass: (attention and norms, feed-forward block)."""
-    attention, mlp = _sums(shape, layer, learning, micro, KEPT_ATTENTION, KEPT_MLP)
-    return attention, mlp
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one layer in a step.
+
+    mixer, feed: what attention with the norms, and the feed-forward block, keep for the backward pass. whole, alone:
+    the most that is held while the layer is recomputed for it: all of it, or its feed-forward block alone. kept: the
+    most that is held besides what all layers keep: for the head's tile, for the backward pass of the last norm, or for
+    that of this layer as the last, which takes little more than it frees. head: of the head alone.
+    """
+
+    mixer: int
+    feed: int
+    whole: int
+    alone: int
+    kept: int
+    head: int
 
 
-def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """The most bytes that are held while a layer is recomputed for its backward pass: (if the whole layer is, if only
-    its MLP is with checkpointing=mlp).
+def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> LayerBytes:
+    """What a layer holds.
 
     A 4-bit base dequantises its largest matrix for a product of the feed-forward block's backward pass. If the block is
     not fused, 2 N f bytes of its gradients do not exist yet at that moment, and only the bytes of the matrix beyond
-    those are added.
+    those are added. The head (learner.model.logprob) has a tile of logits, independent of V, and what grows with
+    tokens.
     """
-    found = [_live_again(shape, layer, learning, micro) for _, layer in shape.stacks]
-    return max(whole for whole, _ in found), max(alone for _, alone in found)
-
-
-def _live_again(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> tuple[int, int]:
-    kept_attention, kept_mlp = kept_per_layer(shape, layer, learning, micro)
-    mlp, norm, alone, attention = _sums(
-        shape, layer, learning, micro, AGAIN_MLP, AGAIN_LAST_NORM, AGAIN_MLP_ALONE, AGAIN_ATTENTION
-    )
+    values, times = letters(shape, layer, learning, micro), DTYPE_BYTES[learning.dtype] // 2
+    tables = (KEPT_MIXER, KEPT_FEED, AGAIN_FEED, AGAIN_LAST_NORM, AGAIN_FEED_ALONE, AGAIN_MIXER, LAST_NORM, HEAD)
+    mixer, feed, of_feed, norm, of_feed_alone, of_mixer, last, head = (times * bytes_of(one, values) for one in tables)
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
-    whole = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
-    return whole, max(kept_mlp + alone + extra, attention)
-
-
-def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """The most bytes that are held besides what all layers keep: for the head's tile, for the backward pass of the last
-    norm, or for that of the last layer, which takes little more than it frees."""
-    found = []
-    for _, layer in shape.stacks:
-        _, alone = _live_again(shape, layer, learning, micro)
-        (norm,) = _sums(shape, layer, learning, micro, LAST_NORM)
-        found.append(max(norm, alone - kept_per_layer(shape, layer, learning, micro)[1]))
-    return max(head_bytes(shape, learning, micro), *found)
-
-
-def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """Bytes of the head (learner.model.logprob): a tile of logits, independent of V, and what grows with tokens."""
-    _, layer = shape.stacks[0]  # the head's letters are those of any layer
-    (head,) = _sums(shape, layer, learning, micro, HEAD)
-    tile = HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE
-    trained = HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
-    return bytes_of(tile, letters(shape, layer, learning, micro)) + head + trained
-
-
-def _sums(shape: Shape, layer: Layer, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
-    """The bytes of each table for the base's type."""
-    values = letters(shape, layer, learning, micro)
-    return [DTYPE_BYTES[learning.dtype] // 2 * bytes_of(table, values) for table in tables]
+    whole = mixer + max(feed + max(of_feed, norm) + extra, of_mixer)
+    alone = max(feed + of_feed_alone + extra, of_mixer)
+    head += bytes_of(HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE, values)
+    head += HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
+    return LayerBytes(mixer, feed, whole, alone, max(head, last, alone - feed), head)
 
 
 def _dequantised(shape: Shape, learning: Learning) -> int:
