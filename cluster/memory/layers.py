@@ -44,7 +44,8 @@ class Mixer:
     other: parameters beyond the linear modules. heads, kv_heads, head_dim: of attention, heads 0 if there is none.
     cached: whether it has keys and values of its own in the KV cache (not if it reads those of an earlier layer).
     window: tokens that it attends to; 0: all. convolved, recurrent: elements of a sequence's state, of the convolution
-    in the model's type, and of linear attention. state_heads: heads of linear attention.
+    in the model's type, and of linear attention. state_heads, state_keys, state_values: heads of linear attention that
+    have a state, and widths of all its keys and values. gated: whether attention's output has a gate.
     """
 
     linear: tuple[Linear, ...]
@@ -57,6 +58,9 @@ class Mixer:
     convolved: int = 0
     recurrent: int = 0
     state_heads: int = 0
+    state_keys: int = 0
+    state_values: int = 0
+    gated: bool = False
 
     @property
     def queries(self) -> int:
@@ -192,7 +196,7 @@ def attention(
     other = sum(one.outputs for one in linear) if text.get("attention_bias") else 0
     cached = "k_proj" not in lacks
     other += head_dim * (1 + cached) if norms else 0
-    return Mixer(linear, other, heads, kv_heads, head_dim, cached, window)
+    return Mixer(linear, other, heads, kv_heads, head_dim, cached, window, gated=gated)
 
 
 # The modules of linear attention, by family: name -> its output in (keys, values, heads).
@@ -223,8 +227,9 @@ def gated_delta(text: Text, family: str) -> Mixer:
     other = 2 * value_heads + mixed * taps + value_dim  # decay and step of each head, convolution, norm
     state = value_heads * value_dim * key_dim
     return Mixer(
-        (*inputs, last), other, cached=False, convolved=mixed * (taps - 1), recurrent=state, state_heads=value_heads
-    )
+        (*inputs, last), other, cached=False, convolved=mixed * (taps - 1), recurrent=state, state_heads=value_heads,
+        state_keys=keys, state_values=values,
+    )  # fmt: skip
 
 
 def short_convolution(text: Text) -> Mixer:

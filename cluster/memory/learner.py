@@ -16,6 +16,7 @@ from math import prod
 from typing import Literal
 
 from cluster.memory.layers import Layer
+from cluster.memory.quantised import FORMATS
 from cluster.memory.shape import (
     ALL,
     CONTEXT,
@@ -81,8 +82,9 @@ class Learning:
     fused: bool = True  # whether norms and MLPs are operations of learner.model.fusion, and not transformers' own
 
     def keeps_floats(self, shape: Shape) -> bool:
-        """Whether norms keep float32 copies of their inputs: transformers' norms do, and Gemma's are never fused."""
-        return shape.gemma or not self.fused
+        """Whether norms keep float32 copies of their inputs: transformers' norms do, and those that multiply by one
+        plus their weights (Gemma's, Qwen3-Next's, Qwen3.5's) are never fused."""
+        return shape.gemma or shape.kind.startswith(("qwen3_next", "qwen3_5")) or not self.fused
 
     @property
     def segments(self) -> bool:
@@ -93,7 +95,8 @@ class Learning:
 
     def keeps_gates(self, shape: Shape) -> bool:
         """Whether MLPs keep the activation of their gate: only the fused SwiGLU on a GPU does not."""
-        return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda
+        unfused = shape.gemma or not self.fused or shape.kind == "lfm2"
+        return unfused or shape.activation != "silu" or not self.cuda
 
 
 # A base that is divided among the learner's ranks (memory.layout: sharded).
@@ -266,7 +269,10 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
 # micro-batch. C: its completion tokens. R: completion tokens in a tile of the head. S: keys that its completions attend
 # to (a shared prompt once per completion). h, f, q, k: width of the hidden states, of the feed-forward block, of all
 # query heads, of all key heads (also of all value heads), in elements. rank: LoRA rank times the number of targets.
-# Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
+# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these. state: elements of
+# the state of linear attention; state_heads, state_keys, state_values: its heads that have one, and the widths of its
+# keys and values; repeated_keys: width of its keys, once for each such head. Letters for a kind of model or of training
+# are 0 or 1, unless a comment says otherwise.
 #
 # Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
 # are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
@@ -309,10 +315,25 @@ KEPT_MIXER = (
     Term(4, "N kv_heads head_norms", "the same of keys"),
     Term(2, "N normed full keeps_floats", "what the weight of a norm that trains multiplies"),
     Term(2, "N normed full gemma", "Gemma multiplies it in float32"),
+    Term(-2, "N h frozen_experts", "what the second norm gives, where no adapter of the block reads it"),
+    Term(6, "N q gated", "the gate, its sigmoid, and attention's output times it"),
+    Term(12, "N h convolution", "what in_proj gives (3 h), two products and the convolution's output"),
+    # Linear attention as torch computes it, in chunks of 64 tokens in float32. Kernels that fuse it take less.
+    Term(8, "N state_keys", "keys and queries before they are repeated; measured"),
+    Term(32.2, "N state_values", "values, gates and outputs; measured"),
+    Term(32.2, "N repeated_keys", "keys and queries, once for each value head; measured"),
+    Term(1327, "N state_heads", "matrices of 64 x 64 of each chunk; measured"),
+    Term(4 / 64, "N state", "the state before each chunk"),
 )
 KEPT_FEED = (
     Term(6, "N f", "gate, up, and their product"),
     Term(2, "N f keeps_gates", "the gate's activation, where it is no operation of a card"),
+    # Experts that are frozen, computed by grouped products (transformers.integrations.moe): a token is there once for
+    # each expert that it goes to.
+    Term(6, "N chosen_f", "gate, up, and their product"),
+    Term(2, "N chosen h", "what each expert gives, before it is weighted"),
+    Term(11, "N chosen", "measured"),
+    Term(4, "N experts", "the router's probabilities, float32"),
 )
 
 # What the backward pass of a block takes besides what its layer keeps, if the whole layer is recomputed.
@@ -322,6 +343,9 @@ AGAIN_FEED = (
     Term(2, "N h keeps_floats", "measured"),
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
+    Term(6, "N chosen h", "gradients of what experts give and read; measured"),
+    Term(4, "N h frozen_experts", "measured"),
+    Term(-4, "N h float_norms", "what is freed before of norms that are not fused; measured"),
 )
 AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind the block
     Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
@@ -333,6 +357,8 @@ AGAIN_MIXER = (
     Term(-8, "N h gemma", "what is freed before of its further norms; measured"),
     Term(4, "S k", "gradients of the gathered keys and values"),
     Term(4, "S q grouped", "FlashAttention expands keys and values to one per query head (mha_varlen_bwd)"),
+    Term(6.8, "N state_values", "gradients of linear attention; measured"),
+    Term(26.7, "N state_keys", "the same; measured"),
 )
 # What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
 AGAIN_FEED_ALONE = (
@@ -340,6 +366,9 @@ AGAIN_FEED_ALONE = (
     Term(2, "N f keeps_gates", "as above"),
     Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
+    Term(6, "N chosen h", "as above"),
+    Term(8, "N h frozen_experts", "measured"),
+    Term(1.85, "N h float_norms", "measured"),
 )
 
 # The last norm, and the head (learner.model.logprob).
@@ -373,6 +402,10 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
     rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
     rank = max(learning.rank, learning.value_rank) * len(shape.adapted(layer, learning.targets))
+    count, chosen, of_expert = (0, 0, 0) if feed.experts is None else (
+        feed.experts.count, feed.experts.chosen, feed.experts.ffn
+    )  # fmt: skip
+    width = mixer.recurrent // mixer.state_values if mixer.state_values else 0
     return {
         "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
         "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
@@ -384,6 +417,11 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "head_norms": layer.head_norms, "grouped": repeated,
         "segments": learning.segments, "repeated": learning.segments and repeated,
         "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
+        "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "frozen_experts": count > 0,
+        "float_norms": floats and not learning.keeps_gates(shape),
+        "gated": mixer.gated, "convolution": mixer.convolved > 0 and mixer.recurrent == 0,
+        "state": mixer.recurrent, "state_heads": mixer.state_heads, "state_keys": mixer.state_keys,
+        "state_values": mixer.state_values, "repeated_keys": mixer.state_heads * width,
     }  # fmt: skip
 
 
@@ -505,9 +543,11 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
 
 def _dequantised(shape: Shape, learning: Learning) -> int:
     """Bytes of a layer's largest matrix, dequantised, with its scales in float32; 0 if the base has 16 or 32 bits."""
-    if learning.base == "none" and shape.stored is None:
+    stored = shape.stored if learning.base == "none" else FORMATS.get(learning.base)
+    if learning.base == "none" and stored is None:
         return 0
-    largest = shape.largest
+    experts = 0 if stored is None else max(layer.expert_weights for _, layer in shape.stacks)
+    largest = max(shape.largest, 2 * experts // 3)  # experts' gate and up projections, at once (estimate)
     return largest * DTYPE_BYTES[learning.dtype] + largest // 16
 
 

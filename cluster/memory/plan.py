@@ -410,7 +410,7 @@ def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> 
     """Every allowed choice of settings, the best first."""
     bases: tuple[Base, ...] = ("none", "nf4") if shape.stored is None else ("none",)
     for base in bases if wish.base is None else (wish.base,):
-        if base == "nf4" and (
+        if base != "none" and (
             wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32" or wish.base_ranks > 1
         ):
             continue
@@ -509,7 +509,8 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(
             ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
         )
-    if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and work.generators == 1:
+    shareable = wish.mode == "lora" and wish.push == "adapter" and units.unshared(shape) is None
+    if wish.cuda and shareable and work.generators == 1:
         changes.append(("memory.layout=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
     changes.extend((text, work, divided) for text, divided in _divided(wish))
     if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
@@ -518,7 +519,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
     if wish.reference == "auto" and wish.base_ranks == 1:
         changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
-    if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
+    if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32" and shape.stored is None:
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
         optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # adamw_rounded is for mode full

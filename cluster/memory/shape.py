@@ -63,7 +63,14 @@ LINEAR = {
     "down_proj": ("ffn", "hidden"),
 }
 TIED = ("gemma4_text", "lfm2")  # model types whose head is the input embedding if config.json does not say
-OWNERS = {"SmolLM2": "HuggingFaceTB", "Qwen": "Qwen", "Llama": "meta-llama", "Mistral": "mistralai", "Gemma": "google"}
+OWNERS = {
+    "SmolLM2": "HuggingFaceTB",
+    "Qwen": "Qwen",
+    "Llama": "meta-llama",
+    "Mistral": "mistralai",
+    "Gemma": "google",
+    "gpt-oss": "openai",
+}
 VARIANT = re.compile(r"-(?:instruct|thinking|base|it|pt)(?=-|$)|-[0-9]{4}$")  # parts of a name that leave the shape
 ALL: tuple[str, ...] = ("all-linear",)  # targets: every linear module, of a model with experts those of attention
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -337,22 +344,35 @@ class Shape:
         return config
 
 
+class UnknownModel(ValueError):
+    """A model that is neither a folder nor in the table."""
+
+
 def shape_of(model: str) -> Shape:
     """The shape of a model: a folder with a config.json, or a name in SHAPES (`Qwen2.5-3B`, with or without owner,
     `-Instruct` and date).
 
     Raises:
-        ValueError: `model` is neither, or its architecture is not known.
+        UnknownModel: `model` is neither.
+        ValueError: the architecture is not known, or config.json is wrong.
     """
     file = Path(model) / "config.json"
     if file.is_file():
         config = read_mapping(file)
         return Shape.from_config(config, Path(model).name)
     plain = VARIANT.sub("", model.rpartition("/")[2].lower())
-    for name, shape in SHAPES.items():
+    for name, shape in (SHAPES | SPARSE).items():
         if plain in (name.lower(), f"meta-{name.lower()}"):
             return shape
-    raise ValueError(f"model: {model} is no folder with a config.json and not in the table: {', '.join(SHAPES)}")
+    known = ", ".join(SHAPES | SPARSE)
+    raise UnknownModel(f"model: {model} is no folder with a config.json and not in the table: {known}")
+
+
+def unshared(shape: Shape) -> str | None:
+    """Why generator and learner cannot hold one base for both (memory.layout: shared), or None if they can."""
+    if shape.has_experts:
+        return f"{shape.name} has experts, which vLLM repacks"
+    return f"{shape.name} is in {shape.stored.name}, which vLLM repacks" if shape.stored is not None else None
 
 
 def hub_name(model: str, shape: Shape) -> str:
@@ -403,6 +423,33 @@ Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30 4096
 Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -  512
 Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -  512
 """)
+
+
+# Models with experts. The numbers are those that transformers' classes have as defaults (Qwen3.5), else of the
+# published config.json as it is remembered; tests compare the sums with what was published. gpt-oss is in MXFP4.
+SPARSE = {
+    name: Shape.from_config(config, name)
+    for name, config in {
+        "Qwen3-30B-A3B": {
+            "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+            "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+        },
+        "Qwen3.5-35B-A3B": {
+            "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False,
+        },
+        "gpt-oss-20b": {
+            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+            "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "tie_word_embeddings": False,
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
+    }.items()
+}  # fmt: skip
 
 
 # Units of the memory model, and what learner and generator count alike.
