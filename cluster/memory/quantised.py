@@ -60,7 +60,7 @@ def stored_as(config: Mapping[str, Any] | None) -> Stored | None:
     if not isinstance(config, Mapping):
         raise ValueError(f"quantization_config of config.json must be a mapping, got {type(config).__name__}")
     method = config.get("quant_method")
-    ignored = tuple(config.get("ignore") or config.get("modules_to_not_convert") or ())
+    ignored = _ignored(config)
     if method == "compressed-tensors":
         return _compressed(config, ignored)
     if method in ("gptq", "awq"):
@@ -76,6 +76,19 @@ def stored_as(config: Mapping[str, Any] | None) -> Stored | None:
         f"quantization_config of config.json must have a quant_method whose bytes are known (compressed-tensors, gptq, "
         f"awq, fp8, mxfp4), got {method!r}"
     )
+
+
+def _ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules that are not quantised."""
+    found = tuple(map(str, config.get("ignore") or config.get("modules_to_not_convert") or ()))
+    for one in found:
+        try:
+            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
+        except re.error:
+            raise ValueError(
+                f"ignore of quantization_config must hold regular expressions, got {one!r}; mend config.json"
+            ) from None
+    return found
 
 
 def _compressed(config: Mapping[str, Any], ignored: Sequence[str]) -> Stored:
