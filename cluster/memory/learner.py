@@ -363,6 +363,10 @@ AGAIN_MIXER = (
     Term(6.8, "N state_values", "gradients of linear attention; measured"),
     Term(26.7, "N state_keys", "the same; measured"),
 )
+AGAIN_EXPERTS = (  # another lower bound, where experts are wide
+    Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
+    Term(-2.3, "N h frozen_experts", "what is freed before; measured"),
+)
 # What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
 AGAIN_FEED_ALONE = (
     Term(2, "N f", "as above"),
@@ -534,12 +538,24 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
     tokens.
     """
     values, times = letters(shape, layer, learning, micro), DTYPE_BYTES[learning.dtype] // 2
-    tables = (KEPT_MIXER, KEPT_FEED, AGAIN_FEED, AGAIN_LAST_NORM, AGAIN_FEED_ALONE, AGAIN_MIXER, LAST_NORM, HEAD)
-    mixer, feed, of_feed, norm, of_feed_alone, of_mixer, last, head = (times * bytes_of(one, values) for one in tables)
+    tables = (
+        KEPT_MIXER,
+        KEPT_FEED,
+        AGAIN_FEED,
+        AGAIN_LAST_NORM,
+        AGAIN_FEED_ALONE,
+        AGAIN_MIXER,
+        LAST_NORM,
+        HEAD,
+        AGAIN_EXPERTS,
+    )
+    mixer, feed, of_feed, norm, of_feed_alone, of_mixer, last, head, experts = (
+        times * bytes_of(one, values) for one in tables
+    )
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
-    whole = mixer + max(feed + max(of_feed, norm) + extra, of_mixer)
-    alone = max(feed + of_feed_alone + extra, of_mixer)
+    whole = mixer + max(feed + max(of_feed, norm, experts) + extra, of_mixer)
+    alone = max(feed + max(of_feed_alone, experts) + extra, of_mixer)
     head += bytes_of(HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE, values)
     head += HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
     return LayerBytes(mixer, feed, whole, alone, max(head, last, alone - feed), head)
