@@ -374,7 +374,7 @@ def run(asked: PlanRequest) -> int:
         shapes = able([shape_at(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
         asked.check_base(shapes)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).replace('model.path: ', '--model: ', 1)}", file=sys.stderr)
         return 2
     work = Workload(asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2)
     found = [_plans(shape, size, work, asked) for shape in shapes]

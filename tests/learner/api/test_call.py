@@ -261,7 +261,10 @@ def test_a_plan_is_rows() -> None:
     assert "full, rounded" not in {row["method"] for row in plan("Llama-3.2-1B", gpu="t4")}
     small = plan("Llama-3.1-8B", gpu="4GiB", rollout={"max_num_seqs": 8})[0]
     assert (small["fits"], bool(small["advice"])) == (False, True)
-    for given, sentence in (("rtx4099", "^gpu: .* did you mean rtx4090"), ("24", "^model: nobody/8b is no folder")):
+    for given, sentence in (
+        ("rtx4099", "^gpu: .* did you mean rtx4090"),
+        ("24", "^model.path: nobody/8b is neither a folder"),
+    ):
         with pytest.raises(InputError, match=sentence):
             plan("Llama-3.2-1B" if given != "24" else "nobody/8b", gpu=given)
 
