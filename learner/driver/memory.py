@@ -207,7 +207,7 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         mode=learner.mode,
         push=learner.push,
         rank=learner.lora.rank,
-        targets=ALL if targets == "all-linear" else tuple(sorted({name.rpartition(".")[2] for name in targets})),
+        targets=ALL if targets == "all-linear" else tuple(dict.fromkeys(name.rpartition(".")[2] for name in targets)),
         dtype=model.dtype,
         optimizer=learner.optimizer.kind,
         frozen_ranks=_frozen_ranks(config),

@@ -255,7 +255,14 @@ def test_a_plan_is_rows() -> None:
     assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
     size: Any = np.float32(24)
     with_value = plan("Llama-3.2-1B", gpu=size, **{"learner.algorithm": "ppo"})
-    assert {row["method"] for row in with_value} == {"chosen", "LoRA", "LoRA + ckpt", "QLoRA"}
+    assert {row["method"] for row in with_value} == {
+        "chosen",
+        "LoRA",
+        "LoRA + ckpt",
+        "QLoRA",
+        "LoRA, FP8",
+        "LoRA, W4A16",
+    }
     in_32 = plan("Llama-3.2-1B", gpu="t4", **{"learner.mode": "full"})
     assert {row["method"] for row in in_32}.isdisjoint({"QLoRA", "full, rounded"})
     assert "full, rounded" not in {row["method"] for row in plan("Llama-3.2-1B", gpu="t4")}
