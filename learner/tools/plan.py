@@ -267,7 +267,8 @@ def show_tables(
             least, advice = gib(found.needs), "; or ".join(found.advice)
             console.print(f"{found.shape.name} needs {least} with the least of settings. Instead: {advice}")
     console.print(
-        "Tensors of the learner are those of the real step within 2 % (learner.tools.meta_run); the engine's context, "
+        "FP8, W4A16: from a checkpoint of the model in that format, if there is one and docs/models.md has the format. "
+        "Tensors of the learner are those of the real step within 3 % (learner.tools.meta_run); the engine's context, "
         "graphs and fragmentation were measured on one card; its workspace and the learner's context are estimates.",
         style="dim",
     )
