@@ -95,15 +95,14 @@ def _compressed(config: Mapping[str, Any], ignored: Sequence[str]) -> Stored:
     """A checkpoint of compressed-tensors. With several groups of modules that differ in their weights' type the bytes
     are not known here."""
     groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-    kinds = {(one.get("num_bits"), one.get("type"), one.get("group_size"), one.get("symmetric")) for one in groups}
-    if len(kinds) != 1 or None in next(iter(kinds))[:2]:
+    bits, kind = (groups[0].get(key) for key in ("num_bits", "type")) if groups else (None, None)
+    if type(bits) is not int or kind not in ("int", "float") or any(one != groups[0] for one in groups):
         raise ValueError(
             "quantization_config of config.json must have config_groups whose weights are all of one num_bits and type"
         )
-    ((bits, kind, group, symmetric),) = kinds
     name = f"FP{bits}" if kind == "float" else f"W{bits}A{'16' if _weights_only(config) else '8'}"
-    zero = 0 if kind == "float" or symmetric in (None, True) else bits
-    return Stored(name, bits, group or 0, 16, zero, tuple(ignored))
+    zero = 0 if kind == "float" or groups[0].get("symmetric", True) else bits
+    return Stored(name, bits, max(groups[0].get("group_size") or 0, 0), 16, zero, tuple(ignored))
 
 
 def _weights_only(config: Mapping[str, Any]) -> bool:
