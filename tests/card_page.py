@@ -1,13 +1,13 @@
-"""The table of docs/cards.md: which model fits which card, by the planner. python -m tests.card_page writes it."""
+"""The tables of docs/cards.md: which model fits which card, by the planner. python -m tests.card_page writes it."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from cluster.memory.plan import USABLE, Wish, Workload, least
-from cluster.memory.shape import SHAPES, Shape
+from cluster.memory.shape import GB, SHAPES, SPARSE, Shape
 from learner.driver import memory
-from learner.tools.plan import METHODS
+from learner.tools.plan import METHODS, methods
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "cards.md"
 CARDS = {"8 GB": "8", "12 GB": "12", "16 GB": "16", "24 GB": "24", "40 GB": "40", "80 GB": "80"}
@@ -19,7 +19,17 @@ WAYS: dict[str, Wish] = {
     "QLoRA": METHODS["QLoRA"],
     "QLoRA, shared": replace(METHODS["QLoRA"], shared=True),
 }
+# Of models with experts, which train adapters alone. gpt-oss-20b is in MXFP4 as it is published.
+SPARSE_WAYS = {
+    "LoRA": METHODS["LoRA + ckpt"],
+    "QLoRA": METHODS["QLoRA"],
+    "LoRA, FP8": METHODS["LoRA, FP8"],
+    "LoRA, W4A16": METHODS["LoRA, W4A16"],
+}
 TABLE = re.compile(r"^\| model \| 8 GB .*?\n(?=\n)", re.DOTALL | re.MULTILINE)
+
+
+SPARSE_TABLE = re.compile(r"^\| model \| billions .*?\n(?=\n)", re.DOTALL | re.MULTILINE)
 
 
 def _first(needs: dict[str, int], card: int) -> str:
@@ -40,5 +50,26 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def sparse_table() -> str:
+    """GB that each way needs at least, with both roles on one card, and which of the cards of 24, 48 and 80 GB it
+    fits."""
+    cards = {name: memory.card_size(name).bytes for name in ("24", "48", "80")}
+    lines = [f"| model | billions | {' | '.join(SPARSE_WAYS)} |", f"|---|---|{'---|' * len(SPARSE_WAYS)}"]
+    for shape in SPARSE.values():
+        cells = []
+        for way, wish in SPARSE_WAYS.items():
+            if way not in methods(shape, ppo=False, old=False) and wish.base != "none":
+                cells.append("")
+                continue
+            peak = least(shape, 2**40, WORK, wish).device_peak
+            fits = next((name for name, size in cards.items() if peak <= USABLE * size), None)
+            cells.append(f"{peak / GB:.0f}: {f'{fits} GB' if fits else '-'}")
+        sizes = f"{shape.params / 1e9:.1f}, {shape.active_params / 1e9:.1f}"
+        name = shape.name if shape.stored is None else f"{shape.name} in {shape.stored.name}"
+        lines.append(f"| {name} | {sizes} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    DOCUMENT.write_text(TABLE.sub(table(), DOCUMENT.read_text()))
+    text = TABLE.sub(table(), DOCUMENT.read_text())
+    DOCUMENT.write_text(SPARSE_TABLE.sub(sparse_table(), text))

@@ -134,12 +134,12 @@ def utilisation(shape: Shape, tokens: int, seconds: float, *, full: bool, device
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("shape", type=Path, help="a cluster.memory.shape.Shape as JSON")
+    parser.add_argument("shape", type=Path, help="the config.json of a model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", required=True, help="folder; its ids come first in the model's vocabulary")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     options = parser.parse_args()
-    shape = Shape(**json.loads(options.shape.read_text()))
+    shape = Shape.from_config(json.loads(options.shape.read_text()))
     tokenizer: Any = AutoTokenizer.from_pretrained(options.tokenizer)
     settings = replace(shape, vocab=max(shape.vocab, len(tokenizer))).to_config()
     torch.manual_seed(0)

@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,7 +107,7 @@ def model(options: argparse.Namespace, shape: Shape) -> Path:
     folder = Path(options.models) / shape.name
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "shape.json").write_text(json.dumps(asdict(shape)))
+        (folder / "shape.json").write_text(json.dumps(shape.to_config()))
         command = [
             sys.executable, "-m", "benchmarks.gpu.model", str(folder / "shape.json"), str(folder),
             "--tokenizer", options.tokenizer, "--device", options.device,

@@ -11,14 +11,18 @@ feed-forward width; V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
+from cluster.memory.layers import Layer
+from cluster.memory.quantised import FORMATS
 from cluster.memory.shape import (
+    ALL,
     CONTEXT,
     DTYPE_BYTES,
-    LINEAR,
     STATE_BYTES,
+    Base,
     Checkpointing,
     OptimizerKind,
     Parts,
@@ -62,9 +66,9 @@ class Learning:
     mode: Literal["lora", "full"] = "lora"
     push: Literal["adapter", "merged"] = "adapter"
     rank: int = 16
-    targets: tuple[str, ...] = tuple(LINEAR)
+    targets: tuple[str, ...] = ALL
     dtype: str = "bfloat16"
-    base: Literal["none", "nf4"] = "none"
+    base: Base = "none"
     optimizer: OptimizerKind = "adamw"
     checkpointing: Checkpointing = "full"
     frozen_ranks: tuple[int, ...] = ()  # LoRA ranks of the adapters of the reference and of reward models
@@ -78,8 +82,9 @@ class Learning:
     fused: bool = True  # whether norms and MLPs are operations of learner.model.fusion, and not transformers' own
 
     def keeps_floats(self, shape: Shape) -> bool:
-        """Whether norms keep float32 copies of their inputs: transformers' norms do, and Gemma's are never fused."""
-        return shape.gemma or not self.fused
+        """Whether norms keep float32 copies of their inputs: transformers' norms do, and those that multiply by one
+        plus their weights (Gemma's, Qwen3-Next's, Qwen3.5's) are never fused."""
+        return shape.gemma or shape.kind.startswith(("qwen3_next", "qwen3_5")) or not self.fused
 
     @property
     def segments(self) -> bool:
@@ -90,7 +95,8 @@ class Learning:
 
     def keeps_gates(self, shape: Shape) -> bool:
         """Whether MLPs keep the activation of their gate: only the fused SwiGLU on a GPU does not."""
-        return self.keeps_floats(shape) or shape.activation != "silu" or not self.cuda
+        unfused = shape.gemma or not self.fused or shape.kind == "lfm2"
+        return unfused or shape.activation != "silu" or not self.cuda
 
 
 # A base that is divided among the learner's ranks (memory.layout: sharded).
@@ -137,17 +143,13 @@ def _whole(shape: Shape) -> int:
 
 
 def _layer(shape: Shape) -> int:
-    embeddings = (1 if shape.tied else 2) * shape.vocab * shape.hidden
-    return (shape.params - embeddings) // shape.layers
+    mean = (shape.params - shape.embedding_params) // shape.layers
+    return max(mean, *(layer.params for _, layer in shape.stacks))
 
 
 # A push of whole weights (learner.push: merged; learner.mode: full). The pushed weights are in main memory: on CUDA no
 # plan of a GPU counts them, on a CPU they are part of the memory of both roles. A pushed adapter is not counted.
 
-BLOCKS = (
-    tuple(LINEAR)[:4],
-    tuple(LINEAR)[4:],
-)  # attention and feed-forward; learner.model.policy sends either all linear weights of a block or none
 # Copies on a CPU, as multiples of the pushed bytes, by the growth of resident sets (python -m benchmarks whole_push).
 # Learner: the file that generators read has room for two policies, of which the learner maps one (1.0). Through the
 # object store there are the learner's own bytes, and the store's pages of this push and of the push before (3.4 with 75
@@ -159,14 +161,18 @@ SHARDS_COPIES = 1
 
 
 def pushed_bytes(shape: Shape, mode: str, push: str, targets: tuple[str, ...], b: int) -> int:
-    """Bytes of the weights of one push: the whole model with mode full, the linear weights of the BLOCKS that the
-    adapter targets with push merged, 0 with push adapter. b: bytes of an element."""
+    """Bytes of the weights of one push: the whole model with mode full, the linear weights of the blocks (modules
+    such as self_attn and mlp) in which the adapter targets any with push merged (learner.model.policy), 0 with push
+    adapter. b: bytes of an element."""
     if mode == "full":
         return b * shape.params
     if push == "adapter":
         return 0
-    sent = [name for block in BLOCKS if set(block) & set(targets) for name in block]
-    return b * shape.layers * sum(i * o for i, o in map(shape.linear, sent))
+    sent = 0
+    for count, layer in shape.stacks:
+        blocks = {one.parent for one in shape.adapted(layer, targets)}
+        sent += count * sum(one.weights for one in layer.linears if one.parent in blocks)
+    return b * sent
 
 
 def learner_copies(*, undo: bool) -> int:
@@ -178,7 +184,7 @@ def learner_copies(*, undo: bool) -> int:
 def merging_bytes(shape: Shape) -> int:
     """Bytes that merging an adapter takes: the largest matrix in float32, since one matrix at a time is merged in
     float32, rounded and sent."""
-    return 4 * max(i * o for i, o in map(shape.linear, LINEAR))
+    return 4 * shape.largest
 
 
 def learner_static(shape: Shape, learning: Learning) -> Parts:
@@ -253,7 +259,7 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
         return 0
     if kind == "auto":
         return b * divided_params(shape, ranks)
-    rows = shape.layers * sum(out for _, out in map(shape.linear, LINEAR))
+    rows = sum(count * one.outputs for count, one in shape.matrices())
     return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows
 
 
@@ -263,7 +269,10 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
 # micro-batch. C: its completion tokens. R: completion tokens in a tile of the head. S: keys that its completions attend
 # to (a shared prompt once per completion). h, f, q, k: width of the hidden states, of the feed-forward block, of all
 # query heads, of all key heads (also of all value heads), in elements. rank: LoRA rank times the number of targets.
-# Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
+# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these. state: elements of
+# the state of linear attention; state_heads, state_keys, state_values: its heads that have one, and the widths of its
+# keys and values; repeated_keys: width of its keys, once for each such head. Letters for a kind of model or of training
+# are 0 or 1, unless a comment says otherwise.
 #
 # Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
 # are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
@@ -271,7 +280,7 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
 # peak.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Term:
     """A summand of a table. bytes: factor of the unit. unit: letters, multiplied. source: which tensors these are."""
 
@@ -279,9 +288,13 @@ class Term:
     unit: str
     source: str
 
+    @cached_property
+    def letters(self) -> tuple[str, ...]:
+        return tuple(self.unit.split())
+
 
 # What one layer keeps for its backward pass.
-KEPT_ATTENTION = (
+KEPT_MIXER = (
     Term(4, "N h", "inputs of its two norms"),
     Term(4, "N h", "what the norms give and the adapters read"),
     Term(4, "N h keeps_floats", "float32 copies of the norms' inputs, in place of those in 16 bits"),
@@ -302,37 +315,67 @@ KEPT_ATTENTION = (
     Term(4, "N kv_heads head_norms", "the same of keys"),
     Term(2, "N normed full keeps_floats", "what the weight of a norm that trains multiplies"),
     Term(2, "N normed full gemma", "Gemma multiplies it in float32"),
+    Term(-8, "N h gemma_4", "what its norms do not keep beside float32 copies; measured"),
+    Term(-2, "N q gemma_4", "the same of queries; measured"),
+    Term(10, "N per_layer", "the gate of embeddings per layer, its activation and its product; measured"),
+    Term(-2, "N h frozen_experts", "what the second norm gives, where no adapter of the block reads it"),
+    Term(6, "N q gated", "the gate, its sigmoid, and attention's output times it"),
+    Term(12, "N h convolution", "what in_proj gives (3 h), two products and the convolution's output"),
+    # Linear attention as torch computes it, in chunks of 64 tokens in float32. Kernels that fuse it take less.
+    Term(8, "N state_keys", "keys and queries before they are repeated; measured"),
+    Term(32.2, "N state_values", "values, gates and outputs; measured"),
+    Term(32.2, "N repeated_keys", "keys and queries, once for each value head; measured"),
+    Term(1327, "N state_heads", "matrices of 64 x 64 of each chunk; measured"),
+    Term(4 / 64, "N state", "the state before each chunk"),
 )
-KEPT_MLP = (
+KEPT_FEED = (
     Term(6, "N f", "gate, up, and their product"),
     Term(2, "N f keeps_gates", "the gate's activation, where it is no operation of a card"),
+    # Experts that are frozen, computed by grouped products (transformers.integrations.moe): a token is there once for
+    # each expert that it goes to.
+    Term(6, "N chosen_f", "gate, up, and their product"),
+    Term(2, "N chosen h", "what each expert gives, before it is weighted"),
+    Term(11, "N chosen", "measured"),
+    Term(4, "N experts", "the router's probabilities, float32"),
 )
 
 # What the backward pass of a block takes besides what its layer keeps, if the whole layer is recomputed.
-AGAIN_MLP = (
+AGAIN_FEED = (
     Term(2, "N f", "gradient of the product; those of gate and up take their place"),
     Term(2, "N f keeps_gates", "gradients of gate and up, less what is freed; measured"),
     Term(2, "N h keeps_floats", "measured"),
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
+    Term(6, "N chosen h", "gradients of what experts give and read; measured"),
+    Term(4, "N h frozen_experts", "measured"),
+    Term(-4, "N h float_norms", "what is freed before of norms that are not fused; measured"),
 )
-AGAIN_LAST_NORM = (  # a lower bound for AGAIN_MLP in models with a norm behind the block
+AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind the block
     Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
     Term(1100, "N gemma", "measured"),
 )
-AGAIN_ATTENTION = (
+AGAIN_MIXER = (
     Term(8, "N q", "gradients of queries and output, and FlashAttention's float32 gradient of the queries"),
     Term(-4, "N h", "what is freed before; measured"),
     Term(-8, "N h gemma", "what is freed before of its further norms; measured"),
     Term(4, "S k", "gradients of the gathered keys and values"),
     Term(4, "S q grouped", "FlashAttention expands keys and values to one per query head (mha_varlen_bwd)"),
+    Term(6.8, "N state_values", "gradients of linear attention; measured"),
+    Term(26.7, "N state_keys", "the same; measured"),
+)
+AGAIN_EXPERTS = (  # another lower bound, where experts are wide
+    Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
+    Term(-2.3, "N h frozen_experts", "what is freed before; measured"),
 )
 # What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
-AGAIN_MLP_ALONE = (
+AGAIN_FEED_ALONE = (
     Term(2, "N f", "as above"),
     Term(2, "N f keeps_gates", "as above"),
     Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
+    Term(6, "N chosen h", "as above"),
+    Term(8, "N h frozen_experts", "measured"),
+    Term(1.85, "N h float_norms", "measured"),
 )
 
 # The last norm, and the head (learner.model.logprob).
@@ -359,38 +402,40 @@ HEAD_TILE = (
 HEAD_TRAINED = 8 * 8192  # times h: a tile of the head's gradient in float32, and the summand of a tile of tokens
 
 
-def letters(
-    shape: Shape,
-    *,
-    tokens: int,
-    completion: int,
-    keys: int,
-    rows: int,
-    lora_rank: int,
-    full: bool,
-    keeps_floats: bool,
-    keeps_gates: bool,
-    segments: bool,
-) -> Mapping[str, float]:
-    """The value of each letter of a unit. lora_rank: LoRA rank times the number of targets."""
-    wide, narrow = shape.norms
-    w = shape.widths
+def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Mapping[str, float]:
+    """The value of each letter of a unit for a layer."""
+    mixer, feed, wide = layer.mixer, layer.feed, layer.wide_norms
+    floats, repeated = learning.keeps_floats(shape), mixer.keys != mixer.queries
+    norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
+    rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
+    rank = max(learning.rank, learning.value_rank) * len(shape.adapted(layer, learning.targets))
+    count, chosen, of_expert = (0, 0, 0) if feed.experts is None else (
+        feed.experts.count, feed.experts.chosen, feed.experts.ffn
+    )  # fmt: skip
+    width = mixer.recurrent // mixer.state_values if mixer.state_values else 0
     return {
-        "N": tokens, "C": completion, "R": rows, "S": keys,
-        "h": w["hidden"], "f": w["ffn"], "q": w["q"], "k": w["kv"],
-        "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "rank": lora_rank,
-        "normed": wide * w["hidden"] + (w["q"] + w["kv"] if narrow else 0),  # elements that a layer's norms multiply
+        "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
+        "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
+        "heads": mixer.heads, "kv_heads": mixer.kv_heads,
+        "rank": rank,
+        "normed": norms,  # elements that a layer's norms multiply
         "further_norms": wide - 2,  # how many norms a layer has beyond two
-        "lora": not full, "full": full, "gemma": wide > 2, "head_norms": narrow > 0, "grouped": w["kv"] != w["q"],
-        "segments": segments, "repeated": segments and w["kv"] != w["q"],
-        "keeps_floats": keeps_floats, "keeps_gates": keeps_gates,
+        "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
+        "head_norms": layer.head_norms, "grouped": repeated,
+        "segments": learning.segments, "repeated": learning.segments and repeated,
+        "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
+        "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "frozen_experts": count > 0,
+        "gemma_4": shape.kind == "gemma4_text", "per_layer": sum(min(one[1:]) for one in layer.linear) // 2,
+        "float_norms": floats and not learning.keeps_gates(shape),
+        "gated": mixer.gated, "convolution": mixer.convolved > 0 and mixer.recurrent == 0,
+        "state": mixer.recurrent, "state_heads": mixer.state_heads, "state_keys": mixer.state_keys,
+        "state_values": mixer.state_values, "repeated_keys": mixer.state_heads * width,
     }  # fmt: skip
 
 
 def bytes_of(terms: Sequence[Term], values: Mapping[str, float]) -> int:
     """The sum of the terms, rounded to bytes."""
-    return round(sum(term.bytes * prod(values[letter] for letter in term.unit.split()) for term in terms))
+    return round(sum(term.bytes * prod(map(values.__getitem__, term.letters)) for term in terms))
 
 
 FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching allocator cannot join; 3 to 10 % is usual
@@ -428,26 +473,28 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
       AdamW takes nothing). Without masters they are 6 bytes per weight of the largest matrix: the matrix and random
       bits in the size of float32, less its gradient. A merged push takes the largest matrix in float32.
     """
-    kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
-    layer = kept_attention + kept_mlp
+    found = [(count, layer_bytes(shape, layer, learning, micro)) for count, layer in shape.stacks]
+    of_mixers = sum(count * one.mixer for count, one in found)
+    of_layers = of_mixers + sum(count * one.feed for count, one in found)
+    whole, alone, last = (max(getattr(one, name) for _, one in found) for name in ("whole", "alone", "kept"))
     boundary = DTYPE_BYTES[learning.dtype] * shape.hidden * micro.tokens
     norm = boundary * (2 if learning.keeps_floats(shape) else 1)  # input of the last norm, in float32 if not fused
-    again, kept = live_again(shape, learning, micro), live_kept(shape, learning, micro)
     policy, layers = learning.checkpointing, shape.layers
     if policy == "none":
-        parts = {"checkpoints": 0, "activations": layers * layer, "live": kept}
+        parts = {"checkpoints": 0, "activations": of_layers, "live": last}
     elif policy == "mlp":
-        parts = {"checkpoints": 0, "activations": layers * kept_attention, "live": max(again[1], kept)}
+        parts = {"checkpoints": 0, "activations": of_mixers, "live": max(alone, last)}
     elif policy == "full":
         held = 0 if learning.offload else layers * boundary
         # While the head is computed, the input of the last norm is kept too.
-        parts = {"checkpoints": held, "activations": 0, "live": max(again[0], kept + norm)}
+        parts = {"checkpoints": held, "activations": 0, "live": max(whole, last + norm)}
     else:
         first = min(policy, layers)
         # The first layer is among those that are recomputed. (It keeps less, since no gradient is needed before it.)
-        activations = (layers - first) * layer + norm if first < layers else 0
-        end = activations + (kept if first < layers else 0)
-        live = max(end, again[0], head_bytes(shape, learning, micro)) - activations
+        # Layers that are not alike count with their mean.
+        activations = (layers - first) * of_layers // layers + norm if first < layers else 0
+        end = activations + (last if first < layers else 0)
+        live = max(end, whole, found[0][1].head) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
     if learning.mode == "full":  # the gradient of the head exists before all others
         parts["live"] += DTYPE_BYTES[learning.dtype] * shape.vocab * shape.hidden
@@ -464,74 +511,63 @@ def _update_bytes(shape: Shape, learning: Learning) -> int:
     return 6 * shape.vocab * shape.hidden
 
 
-def kept_per_layer(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """Bytes that a layer keeps for its backward pass: (attention and norms, feed-forward block)."""
-    attention, mlp = _sums(shape, learning, micro, KEPT_ATTENTION, KEPT_MLP)
-    return attention, mlp
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one layer in a step.
+
+    mixer, feed: what attention with the norms, and the feed-forward block, keep for the backward pass. whole, alone:
+    the most that is held while the layer is recomputed for it: all of it, or its feed-forward block alone. kept: the
+    most that is held besides what all layers keep: for the head's tile, for the backward pass of the last norm, or for
+    that of this layer as the last, which takes little more than it frees. head: of the head alone.
+    """
+
+    mixer: int
+    feed: int
+    whole: int
+    alone: int
+    kept: int
+    head: int
 
 
-def live_again(shape: Shape, learning: Learning, micro: Micro) -> tuple[int, int]:
-    """The most bytes that are held while a layer is recomputed for its backward pass: (if the whole layer is, if only
-    its MLP is with checkpointing=mlp).
+def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> LayerBytes:
+    """What a layer holds.
 
     A 4-bit base dequantises its largest matrix for a product of the feed-forward block's backward pass. If the block is
     not fused, 2 N f bytes of its gradients do not exist yet at that moment, and only the bytes of the matrix beyond
-    those are added.
+    those are added. The head (learner.model.logprob) has a tile of logits, independent of V, and what grows with
+    tokens.
     """
-    kept_attention, kept_mlp = kept_per_layer(shape, learning, micro)
-    mlp, norm, alone, attention = _sums(
-        shape, learning, micro, AGAIN_MLP, AGAIN_LAST_NORM, AGAIN_MLP_ALONE, AGAIN_ATTENTION
+    values, times = letters(shape, layer, learning, micro), DTYPE_BYTES[learning.dtype] // 2
+    tables = (
+        KEPT_MIXER,
+        KEPT_FEED,
+        AGAIN_FEED,
+        AGAIN_LAST_NORM,
+        AGAIN_FEED_ALONE,
+        AGAIN_MIXER,
+        LAST_NORM,
+        HEAD,
+        AGAIN_EXPERTS,
     )
-    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * shape.ffn if learning.keeps_gates(shape) else 0
+    mixer, feed, of_feed, norm, of_feed_alone, of_mixer, last, head, experts = (
+        times * bytes_of(one, values) for one in tables
+    )
+    not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
-    layer = kept_attention + max(kept_mlp + max(mlp, norm) + extra, attention)
-    return layer, max(kept_mlp + alone + extra, attention)
-
-
-def live_kept(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """The most bytes that are held besides what all layers keep: for the head's tile, for the backward pass of the last
-    norm, or for that of the last layer, which takes little more than it frees."""
-    _, alone = live_again(shape, learning, micro)
-    _, kept_mlp = kept_per_layer(shape, learning, micro)
-    (norm,) = _sums(shape, learning, micro, LAST_NORM)
-    return max(head_bytes(shape, learning, micro), norm, alone - kept_mlp)
-
-
-def head_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
-    """Bytes of the head (learner.model.logprob): a tile of logits, independent of V, and what grows with tokens."""
-    (head,) = _sums(shape, learning, micro, HEAD)
-    tile = HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE
-    trained = HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
-    return bytes_of(tile, _letters(shape, learning, micro)) + head + trained
-
-
-def _sums(shape: Shape, learning: Learning, micro: Micro, *tables: Sequence[Term]) -> list[int]:
-    """The bytes of each table for the base's type."""
-    values = _letters(shape, learning, micro)
-    return [DTYPE_BYTES[learning.dtype] // 2 * bytes_of(table, values) for table in tables]
-
-
-def _letters(shape: Shape, learning: Learning, micro: Micro) -> Mapping[str, float]:
-    rows = HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS
-    return letters(
-        shape,
-        tokens=micro.tokens,
-        completion=micro.completion,
-        keys=micro.keys,
-        rows=min(rows, micro.completion),
-        lora_rank=max(learning.rank, learning.value_rank) * len(learning.targets),
-        full=learning.mode == "full",
-        keeps_floats=learning.keeps_floats(shape),
-        keeps_gates=learning.keeps_gates(shape),
-        segments=learning.segments,
-    )
+    whole = mixer + max(feed + max(of_feed, norm, experts) + extra, of_mixer)
+    alone = max(feed + max(of_feed_alone, experts) + extra, of_mixer)
+    head += bytes_of(HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE, values)
+    head += HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
+    return LayerBytes(mixer, feed, whole, alone, max(head, last, alone - feed), head)
 
 
 def _dequantised(shape: Shape, learning: Learning) -> int:
     """Bytes of a layer's largest matrix, dequantised, with its scales in float32; 0 if the base has 16 or 32 bits."""
-    if learning.base == "none":
+    stored = shape.stored if learning.base == "none" else FORMATS.get(learning.base)
+    if learning.base == "none" and stored is None:
         return 0
-    largest = max(i * o for i, o in map(shape.linear, LINEAR))
+    experts = 0 if stored is None else max(layer.expert_weights for _, layer in shape.stacks)
+    largest = max(shape.largest, 2 * experts // 3)  # experts' gate and up projections, at once (estimate)
     return largest * DTYPE_BYTES[learning.dtype] + largest // 16
 
 
@@ -540,11 +576,11 @@ def _widened(shape: Shape, learning: Learning) -> int:
     for 16 bits (learner.model.lora); a CPU with them needs less."""
     if learning.cuda or learning.base == "nf4" or learning.mode == "full" or learning.dtype == "float32":
         return 0
-    largest = max(i * o for i, o in map(shape.linear, LINEAR))
-    return 4 * largest + 4 * WIDENED_ROWS * (shape.hidden + shape.ffn)
+    return 4 * shape.largest + 4 * WIDENED_ROWS * (shape.hidden + shape.ffn)
 
 
 def mlp_share(shape: Shape) -> float:
     """The feed-forward block's share of a layer's linear weights, and so of its work."""
-    work: Sequence[int] = [i * o for i, o in map(shape.linear, LINEAR)]
-    return sum(work[4:]) / sum(work)
+    feed = sum(count * layer.feed_work for count, layer in shape.stacks)
+    mixing = sum(count * one.weights for count, layer in shape.stacks for one in layer.mixer.linear)
+    return feed / (feed + mixing)

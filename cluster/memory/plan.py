@@ -34,7 +34,7 @@ from cluster.memory.learner import (
     undo_bytes,
     value_params,
 )
-from cluster.memory.shape import DTYPE_BYTES, LINEAR, SHAPES, Checkpointing, OptimizerKind, Parts, Shape
+from cluster.memory.shape import ALL, DTYPE_BYTES, SHAPES, Base, Checkpointing, OptimizerKind, Parts, Shape
 
 # GPUs by name. CARDS has MiB as nvidia-smi (NVML) shows them with a driver of 2024 or later. They are less than the GB
 # that a GPU is sold with where a part is reserved, for example for error correction. Compute capability is from
@@ -195,14 +195,14 @@ class Wish:
     mode: Literal["lora", "full"] = "lora"
     push: Literal["adapter", "merged"] = "adapter"
     rank: int = 16
-    targets: tuple[str, ...] = tuple(LINEAR)
+    targets: tuple[str, ...] = ALL
     dtype: str = "bfloat16"
     optimizer: OptimizerKind = "adamw"
     frozen_ranks: tuple[int, ...] = ()
     value_rank: int = 0
     reference: ReferenceKind = "none"
     offload: bool = False
-    base: Literal["none", "nf4"] | None = None
+    base: Base | None = None
     checkpointing: Checkpointing | None = None
     token_budget: int | None = None
     kv_bytes: int | None = None
@@ -222,7 +222,7 @@ class Plan:
     shape: Shape
     device_bytes: int
     layout: Layout
-    base: Literal["none", "nf4"]
+    base: Base
     checkpointing: Checkpointing
     token_budget: int
     kv_bytes: int
@@ -408,8 +408,9 @@ def _fits(found: Plan) -> bool:
 
 def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
     """Every allowed choice of settings, the best first."""
-    for base in ("none", "nf4") if wish.base is None else (wish.base,):
-        if base == "nf4" and (
+    bases: tuple[Base, ...] = ("none", "nf4") if shape.stored is None else ("none",)
+    for base in bases if wish.base is None else (wish.base,):
+        if base != "none" and (
             wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32" or wish.base_ranks > 1
         ):
             continue
@@ -425,7 +426,7 @@ def _plan(
     work: Workload,
     wish: Wish,
     layout: Layout,
-    base: Literal["none", "nf4"],
+    base: Base,
     policy: Checkpointing,
     budget: int,
     kv_bytes: int,
@@ -508,7 +509,8 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(
             ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
         )
-    if wish.cuda and wish.mode == "lora" and wish.push == "adapter" and work.generators == 1:
+    shareable = wish.mode == "lora" and wish.push == "adapter" and units.unshared(shape) is None
+    if wish.cuda and shareable and work.generators == 1:
         changes.append(("memory.layout=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
     changes.extend((text, work, divided) for text, divided in _divided(wish))
     if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
@@ -517,7 +519,7 @@ def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: 
         changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
     if wish.reference == "auto" and wish.base_ranks == 1:
         changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
-    if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32":
+    if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32" and shape.stored is None:
         changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
     if wish.mode == "full":
         optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # adamw_rounded is for mode full

@@ -420,10 +420,9 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
         InputError: the model, the card or a setting is wrong.
     """
     from cluster.memory.plan import least
-    from cluster.memory.shape import shape_of
     from learner.api.settings import Inputs, checked, tree_of
     from learner.driver import memory
-    from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, to_dict
+    from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, shape_at, to_dict
 
     try:
         card = memory.card_size(f"{float(gpu):g}" if isinstance(gpu, numbers.Real) else str(gpu))
@@ -432,16 +431,16 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     old = no_bfloat16(card)
     config = checked(_with_defaults(tree_of(None, model, None, {}, {**STAND_INS, **settings}, Inputs()), old=old))
     try:
-        [shape] = able([shape_of(config.model.path)], card)
+        [shape] = able([shape_at(config.model.path)], card)
     except (ValueError, OSError) as error:
         raise InputError(str(error).removeprefix("--")) from None
     found = memory.planned(config, shape, card.bytes)
     work = memory.workload(config, config.rollout.sequences)
     wish = memory.wish_of(config, memory.layouts(config))
     rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}
-    for name, method in methods(ppo=config.learner.algorithm == "ppo", old=old).items():
+    for name, method in methods(shape, ppo=config.learner.algorithm == "ppo", old=old).items():
         own = asked_for(wish, method, dtype_of(method, wish.dtype, old=old))
-        if (own.base, own.dtype) != ("nf4", "float32"):  # a 4-bit base needs a 16-bit type
+        if own.base == "none" or own.dtype != "float32":  # a base in 4 or 8 bits needs a 16-bit type
             rows[name] = to_dict(least(shape, card.bytes, work, own))
     return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]
 

@@ -19,7 +19,7 @@ from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
 from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, plan
-from cluster.memory.shape import LINEAR, Shape
+from cluster.memory.shape import ALL, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins
 from learner.config import RunConfig, generator_roles, roles
@@ -203,13 +203,11 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
     """The planner's Wish: what the settings fix, and what they leave to the planner. layouts: those to choose from."""
     model, learner, lies, kv = config.model, config.learner, config.arrangement, config.rollout.kv_cache
     targets, cuda = learner.lora.targets, config.cluster.gpus.learner > 0
-    names = LINEAR if targets == "all-linear" else {name.rpartition(".")[2] for name in targets}
-    known = tuple(name for name in LINEAR if name in names)
     return Wish(
         mode=learner.mode,
         push=learner.push,
         rank=learner.lora.rank,
-        targets=known or tuple(LINEAR),
+        targets=ALL if targets == "all-linear" else tuple(dict.fromkeys(name.rpartition(".")[2] for name in targets)),
         dtype=model.dtype,
         optimizer=learner.optimizer.kind,
         frozen_ranks=_frozen_ranks(config),

@@ -2,8 +2,10 @@
 that --help is fast."""
 
 import json
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +14,19 @@ import typer
 
 from cluster.memory import plan as cards
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
-from cluster.memory.shape import DTYPE_BYTES, SHAPES, LoraRank, Parts, Shape, hub_name, shape_of, total
+from cluster.memory.quantised import FORMATS
+from cluster.memory.shape import (
+    DTYPE_BYTES,
+    SHAPES,
+    LoraRank,
+    Parts,
+    Shape,
+    UnknownModel,
+    hub_name,
+    shape_of,
+    total,
+    unshared,
+)
 from learner.main import (
     Request,
     epilog,
@@ -46,7 +60,8 @@ class PlanRequest(Request):
         str, typer.Option(metavar="CARD", help="A card, or the memory of one: rtx4090, 24 (GB as sold), 24GiB.")
     ]
     model: Annotated[
-        str | None, typer.Option(help="Name in the table, or a folder with a config.json; else five usual sizes.")
+        str | None,
+        typer.Option(help="Name in the table or on the hub, or a folder with config.json; else five usual sizes."),
     ] = None
     every: Annotated[bool, typer.Option("--all", help="Every model of the built-in table.")] = False
     cards: Annotated[Literal[1, 2], typer.Option(help="2: one for each role.")] = 1
@@ -82,6 +97,12 @@ class PlanRequest(Request):
             raise ValueError(
                 "--base shared: one base for both roles needs both on one card, got --cards 2; leave that out"
             )
+
+    def check_base(self, shapes: Sequence[Shape]) -> None:
+        """Raises ValueError if one base for both roles is asked for a model whose weights vLLM lays out anew."""
+        for shape in shapes:
+            if self.base == "shared" and (why := unshared(shape)):
+                raise ValueError(f"--base shared: needs weights that both roles can read, and {why}; leave that out")
 
 
 # The settings of a plan as a block of a configuration file.
@@ -208,9 +229,15 @@ def _words(found: Plan | Misfit) -> str:
     twice = {"none": "no recomputation", "full": "all layers twice", "mlp": "MLPs twice"}
     policy = found.checkpointing
     how = f"{policy} of {found.shape.layers} layers twice" if isinstance(policy, int) else twice[policy]
-    return (
-        f"{found.layout}, {'4-bit base' if found.base == 'nf4' else '16-bit base'}, {how}, {found.sequences} sequences"
-    )
+    return f"{found.layout}, {_base_words(found)} base, {how}, {found.sequences} sequences"
+
+
+def _base_words(found: Plan) -> str:
+    """How the base is stored."""
+    if found.base == "nf4":
+        return "4-bit"
+    stored = found.shape.stored if found.base == "none" else FORMATS[found.base]
+    return "16-bit" if stored is None else stored.name
 
 
 def _rich(colour: str) -> str:
@@ -240,18 +267,23 @@ def show_tables(
             least, advice = gib(found.needs), "; or ".join(found.advice)
             console.print(f"{found.shape.name} needs {least} with the least of settings. Instead: {advice}")
     console.print(
-        "Tensors of the learner are those of the real step within 2 % (learner.tools.meta_run); the engine's context, "
+        "FP8, W4A16: from a checkpoint of the model in that format, if there is one and docs/models.md has the format. "
+        "Tensors of the learner are those of the real step within 3 % (learner.tools.meta_run); the engine's context, "
         "graphs and fragmentation were measured on one card; its workspace and the learner's context are estimates.",
         style="dim",
     )
 
 
-def show_one(host: Parts, has: int, block: str) -> None:
+def show_one(shape: Shape, host: Parts, has: int, block: str) -> None:
     """Prints, for a model that was named, the main memory that it needs, and the block to paste. has: the machine's
     bytes of main memory."""
     console = _console()
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in host.items() if size)
     needed = total(host)
+    if shape.has_experts or shape.stored is not None:
+        stored = "16 bits" if shape.stored is None else shape.stored.name
+        every, active = shape.params / 1e9, shape.active_params / 1e9
+        console.print(f"weights: {every:.1f} billion in {stored}, {active:.1f} of them at work for a token")
     console.print(f"main memory, GiB: {needed / GIB:.1f}  ({parts}; docs/memory.md)")
     if needed > has:
         console.print(f"  the machine has {has / GIB:.1f}: the kernel would end a process", style="red")
@@ -305,6 +337,9 @@ METHODS = {
     "LoRA": Wish(base="none", checkpointing="none"),
     "LoRA + ckpt": Wish(base="none", checkpointing="full"),
     "QLoRA": Wish(base="nf4", checkpointing="full"),
+    # A checkpoint of the same model in that format, where there is one; each role holds it as it is stored.
+    "LoRA, FP8": Wish(base="fp8", checkpointing="full"),
+    "LoRA, W4A16": Wish(base="w4a16", checkpointing="full"),
 }
 
 
@@ -337,9 +372,10 @@ def run(asked: PlanRequest) -> int:
     try:
         asked.check()
         size, has = _card(asked), parse_size(asked.ram) if asked.ram else main_memory()
-        shapes = able([shape_of(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
+        shapes = able([shape_at(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
+        asked.check_base(shapes)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).replace('model.path: ', '--model: ', 1)}", file=sys.stderr)
         return 2
     work = Workload(asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2)
     found = [_plans(shape, size, work, asked) for shape in shapes]
@@ -357,7 +393,7 @@ def run(asked: PlanRequest) -> int:
         one = found[0]
         if asked.model and isinstance(one.chosen, Plan):
             text = block(one.chosen, work, one.wish, model=hub_name(asked.model, one.shape), staleness=asked.staleness)
-            show_one(one.host, has, text)
+            show_one(one.shape, one.host, has, text)
     if asked.png:
         try:
             save_png([one.chosen for one in found], size.bytes, Path(asked.png))
@@ -368,6 +404,37 @@ def run(asked: PlanRequest) -> int:
             print(f"error: --png: {asked.png} cannot be written: {error}; give another file", file=sys.stderr)
             return 2
     return int(asked.model is not None and isinstance(found[0].chosen, Misfit))
+
+
+def shape_at(model: str) -> Shape:
+    """The shape of a model: of a folder, of the built-in table, or of the hub, which is asked for the config.json of
+    `owner/name` alone.
+
+    Raises:
+        ValueError: there is no such model, the hub cannot be reached, or the architecture is not known.
+    """
+    from rollout.data.model_files import CONFIG, read_json  # imported here, so that --help is fast
+
+    try:
+        return shape_of(model)
+    except UnknownModel:
+        if model.count("/") != 1 or model.startswith((".", "~", "/")):
+            raise
+    with _quiet("huggingface_hub"):
+        config = read_json(model, CONFIG)
+    return Shape.from_config(config, model)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Inside this block a library does not tell of each attempt that failed; the last one raises."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _card(asked: PlanRequest) -> "CardSize":
@@ -407,13 +474,16 @@ def no_bfloat16(size: "CardSize") -> bool:
     return size.card is not None and size.card.capability < cards.BF16
 
 
-def methods(*, ppo: bool, old: bool) -> dict[str, Wish]:
-    """Returns the possible methods of training. PPO trains adapters only, and an old GPU has no bfloat16 to round
-    to."""
+def methods(shape: Shape, *, ppo: bool, old: bool) -> dict[str, Wish]:
+    """Returns the possible methods of training a model. PPO trains adapters only, and so does a model with experts or a
+    quantised checkpoint, which stays as it is stored. An old GPU has no bfloat16 to round to."""
+    adapters = ppo or shape.has_experts or shape.stored is not None
     return {
         name: wish
         for name, wish in METHODS.items()
-        if not (ppo and wish.mode == "full") and not (old and wish.optimizer == "adamw_rounded")
+        if not (adapters and wish.mode == "full")
+        and not (old and wish.optimizer == "adamw_rounded")
+        and not (shape.stored is not None and wish.base != "none")
     }
 
 
@@ -446,7 +516,7 @@ def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -
             wish, rank=asked.rank, value_rank=value, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared
         )
 
-    ways = methods(ppo=asked.algorithm == "ppo", old=old)
+    ways = methods(shape, ppo=asked.algorithm == "ppo", old=old)
     needs = {name: least(shape, size.bytes, work, wanted(wish)) for name, wish in ways.items()}
     return Found(shape, wanted(Wish()), needs, plan(shape, size.bytes, work, wanted(Wish())))
 
@@ -456,6 +526,7 @@ def _as_json(one: Found) -> dict[str, Any]:
     return {
         "model": one.shape.name,
         "params": one.shape.params,
+        "active_params": one.shape.active_params,
         "chosen": to_dict(one.chosen),
         "least": needs,
         "main_memory": one.host,

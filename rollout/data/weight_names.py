@@ -193,6 +193,8 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
         shape = Shape.from_config(config)
     except (ValueError, TypeError):
         return None
+    if shape.mixed:
+        return None
     explicit = EXPLICIT.get(shape.kind, HEAD_DIM_TOO)
     biased = bool(config.get("attention_bias")) and kind in WITHOUT_BIAS
     if kind != shape.kind or biased or (shape.mlp_bias and kind != "llama"):

@@ -8,10 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.memory.generator import ENGINE_PROCESS, Serving, asleep, cache_bytes, cached_sequences, generator_bytes
+from cluster.memory.generator import (
+    ENGINE_PROCESS,
+    Serving,
+    asleep,
+    cache_bytes,
+    cached_sequences,
+    generator_bytes,
+    kv_token_bytes,
+    state_bytes,
+)
 from cluster.memory.learner import Learning, Micro, learner_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, plan
-from cluster.memory.shape import GB, SHAPES, Shape, base_bytes
+from cluster.memory.shape import GB, SHAPES, SPARSE, Shape, base_bytes
 
 LLAMA = SHAPES["Llama-3.2-1B"]  # 16 layers, h 2048, f 8192, keys 512, V 128256
 CONTEXT, ENGINE_CONTEXT = 500 * 10**6, 800 * 10**6  # of the learner, of vLLM
@@ -85,6 +94,43 @@ def test_layers_with_a_window_have_blocks_of_their_own() -> None:
     qwen = mistral | {"model_type": "qwen2", "max_window_layers": 3}
     assert Shape.from_config(qwen | {"use_sliding_window": False}).windowed == (0, 0)
     assert Shape.from_config(qwen | {"use_sliding_window": True}).windowed == (1, 4096)
+
+
+def test_states_are_blocks_of_their_own() -> None:
+    """Qwen3.5-35B-A3B: 10 layers of attention with 2 key heads of 256, 30 with a state of 32 matrices of 128 x 128 in
+    float32 and 3 inputs of a convolution of 8192. vLLM makes pages of attention as large as that state, 16 tokens at a
+    time, and groups of 10 layers."""
+    shape = SPARSE["Qwen3.5-35B-A3B"]
+    token, state = 2 * 2 * 256 * 2, 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    assert (kv_token_bytes(shape, "bfloat16"), state_bytes(shape, "bfloat16")) == (10 * token, 30 * state)
+    page = 66 * 16  # tokens: 2,146,304 bytes of state in pages of 32 KiB
+    assert 65 * 16 * token < state < page * token
+    # 4000 tokens are 4 pages; each of three groups of states keeps two of a sequence, on a CPU one.
+    assert cache_bytes(shape, "bfloat16", 4000, 3, cuda=True) == (3 * (4 + 3 * 2) + 1) * 10 * page * token
+    assert cached_sequences(shape, "bfloat16", 4000, 31 * 10 * page * token, cuda=True) == 3
+    assert cache_bytes(shape, "bfloat16", 4000, 1, cuda=False) == (4 + 3 + 1) * 10 * 33 * 32 * token
+
+
+def test_layers_that_share_keys_and_values_cache_none() -> None:
+    """Gemma 4 with 12 layers of which 4 share: 8 cache, 4 with 2 heads of 16 and a window of 32, 4 with one of 64. A
+    page of the first has twice the tokens."""
+    shape = Shape.from_config({
+        "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64, "vocab_size": 260,
+        "sliding_window": 32, "num_kv_shared_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 6,
+        "hidden_size_per_layer_input": 0,
+    })  # fmt: skip
+    token = 2 * 64 * 2
+    assert kv_token_bytes(shape, "bfloat16") == 4 * (token + token // 2)
+    # 32 and twice 4096 tokens of the window are 257 pages of 32, and one that is begun.
+    assert cache_bytes(shape, "bfloat16", 10_000, 1, cuda=True) == 4 * 16 * token * (10_000 // 16 + 258 + 1)
+
+
+def test_experts_take_buffers_for_each_that_a_token_goes_to() -> None:
+    """Qwen3-30B-A3B: 8 experts of width 768, h 2048."""
+    found = generator_bytes(SPARSE["Qwen3-30B-A3B"], Serving(sequences=1))
+    assert found["workspace"] == 4096 * 2 * (8 * (768 + 2048) + 4 * 2048) + 16 * 151_936
+    assert found["weights"] == 2 * 30_532_122_624
 
 
 def test_what_vllm_computes_in_one_layer_has_slots_as_one() -> None:

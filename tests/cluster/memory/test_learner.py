@@ -5,6 +5,7 @@ The memory model of a base in shards: by hand, and that a plan counts it.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from cluster.memory.learner import (
     step_bytes,
 )
 from cluster.memory.plan import Misfit, Plan, Wish, Workload, least, plan
-from cluster.memory.shape import SHAPES, Checkpointing, OptimizerKind, total
+from cluster.memory.shape import SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
 from learner.config.settings import LearnerConfig
 from learner.model import lora
 from learner.tools.meta_run import Footprint, footprint
@@ -75,6 +76,59 @@ def test_the_model_is_the_step(
     parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
+
+
+FOUR = {"num_hidden_layers": 4}
+# With experts all-linear is attention, and layers before the first that has an adapter would keep nothing.
+HYBRID = FOUR | {"num_experts": 32, "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"]}
+# Layers of real widths whose kinds are not alike; of gpt-oss and Llama 4 the learner computes no step yet.
+MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-MoE": ("qwen3_moe", dict(SPARSE["Qwen3-30B-A3B"].settings) | FOUR),
+    "Mixtral": ("mixtral", FOUR),
+    "Qwen3.5": ("qwen3_5_text", FOUR),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", HYBRID),
+    "Qwen3-Next": ("qwen3_next", HYBRID),
+    "OLMo-Hybrid": ("olmo_hybrid", FOUR),
+    "LFM2": ("lfm2", FOUR | {"full_attn_idxs": [2]}),
+    "Ministral 3": ("ministral3", FOUR),
+    "Gemma 4": ("gemma4_text", {"num_hidden_layers": 6}),
+    "Gemma 4, sharing": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+    "Gemma 4, keys are values": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("name", MIXED)
+def test_the_model_is_the_step_of_layers_that_are_not_alike(name: str, policy: Checkpointing) -> None:
+    """Linear attention is the one that torch computes, packed."""
+    import transformers
+
+    kind, settings = MIXED[name]
+    hf: Any = transformers
+    config = hf.AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if key != "model_type"})
+    shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), name)
+    learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": 2648})
+    fake = footprint(shape, learner, [(256, [300] * 8), (257, [299] * 8)])
+    learning = Learning(checkpointing=policy)
+    static = learner_static(shape, learning)
+    parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
+    assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
+    planned = step_bytes(shape, learning, Micro.of(256, 300, 8, 2648))
+    assert total(static, planned) == pytest.approx(fake.peak, rel=0.03)
+    assert total(planned) == pytest.approx(fake.dynamic, rel=0.1)
 
 
 @pytest.mark.long

@@ -255,13 +255,23 @@ def test_a_plan_is_rows() -> None:
     assert by_method["QLoRA"]["device_peak"] < by_method["LoRA"]["device_peak"] < by_method["full"]["device_peak"]
     size: Any = np.float32(24)
     with_value = plan("Llama-3.2-1B", gpu=size, **{"learner.algorithm": "ppo"})
-    assert {row["method"] for row in with_value} == {"chosen", "LoRA", "LoRA + ckpt", "QLoRA"}
+    assert {row["method"] for row in with_value} == {
+        "chosen",
+        "LoRA",
+        "LoRA + ckpt",
+        "QLoRA",
+        "LoRA, FP8",
+        "LoRA, W4A16",
+    }
     in_32 = plan("Llama-3.2-1B", gpu="t4", **{"learner.mode": "full"})
     assert {row["method"] for row in in_32}.isdisjoint({"QLoRA", "full, rounded"})
     assert "full, rounded" not in {row["method"] for row in plan("Llama-3.2-1B", gpu="t4")}
     small = plan("Llama-3.1-8B", gpu="4GiB", rollout={"max_num_seqs": 8})[0]
     assert (small["fits"], bool(small["advice"])) == (False, True)
-    for given, sentence in (("rtx4099", "^gpu: .* did you mean rtx4090"), ("24", "^model: nobody/8b is no folder")):
+    for given, sentence in (
+        ("rtx4099", "^gpu: .* did you mean rtx4090"),
+        ("24", "^model.path: nobody/8b is neither a folder"),
+    ):
         with pytest.raises(InputError, match=sentence):
             plan("Llama-3.2-1B" if given != "24" else "nobody/8b", gpu=given)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.memory.shape import SHAPES
+from cluster.memory.shape import SHAPES, SPARSE
 from learner.config import RunConfig
 from learner.driver.memory import settle
 from learner.tools.cli import main
@@ -82,11 +82,11 @@ def test_a_misfit_and_a_mistake_have_exit_codes(capsys: pytest.CaptureFixture[st
 
 
 def test_an_architecture_that_is_not_known_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    moe = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128}
-    (tmp_path / "config.json").write_text(json.dumps(moe))
+    bloom = {"model_type": "bloom", "hidden_size": 2048, "n_layer": 24}
+    (tmp_path / "config.json").write_text(json.dumps(bloom))
     assert main(["plan", "--gpu", "16GiB", "--model", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "memory of model_type 'qwen3_moe' is not known; known: llama" in line
+    assert "memory of model_type 'bloom' is not known; known: llama" in line
 
 
 def test_a_card_that_there_is_not_and_a_number_out_of_its_range(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,3 +151,40 @@ def test_one_unit_in_one_output(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "22.4 GiB" in out
     assert " GB" not in out
+
+
+def test_a_checkpoint_with_a_tower_experts_and_4_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As Qwen3.5-35B-A3B is laid out, in MXFP4 for its experts: one way to train it, from config.json alone."""
+    config = {"model_type": "qwen3_5_moe", "text_config": dict(SPARSE["Qwen3.5-35B-A3B"].settings), "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--gpu", "141", "--model", str(tmp_path)]
+    (plain,) = _json(capsys, words)
+    assert set(plain["least"]) == {"LoRA", "LoRA + ckpt", "QLoRA", "LoRA, FP8", "LoRA, W4A16"}
+    in_16, in_8, in_4 = (plain["least"][way]["learner"]["weights"] for way in ("LoRA", "LoRA, FP8", "LoRA, W4A16"))
+    assert 2 * plain["params"] == in_16 > 1.8 * in_8 > 3 * in_4
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (packed,) = _json(capsys, words)
+    assert set(packed["least"]) == {"LoRA", "LoRA + ckpt"}
+    assert packed["chosen"]["base"] == "none"
+    assert packed["params"] == plain["params"] > 9 * packed["active_params"]
+    assert packed["chosen"]["learner"]["weights"] < in_4 * 1.2
+    assert main(words) == 0
+    assert "weights: 34.7 billion in MXFP4, 3.5 of them at work for a token" in capsys.readouterr().out
+    assert main([*words, "--base", "shared"]) == 2
+    assert "--base shared: needs weights that both roles can read, and " in capsys.readouterr().err
+
+
+def test_what_config_json_lacks_is_named_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {key: value for key, value in SPARSE["Qwen3-30B-A3B"].settings.items() if key != "moe_intermediate_size"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--gpu", "24", "--model", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    wanted = "config.json must give moe_intermediate_size as whole numbers of at least 1"
+    assert told == f"error: {tmp_path.name}: {wanted}\n"
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "24", "--model", "nobody/Qwen9"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: --model: nobody/Qwen9 is neither a folder here nor a hub model in the cache, and ")
+    assert told.count("\n") == 1
