@@ -1,0 +1,215 @@
+"""A frozen base whose files are quantised: the learner holds the packed numbers of the files, and computes the weights
+of a layer only while the layer needs them, in the forward pass and again in the backward pass.
+
+    W[o, i] = (q[o, i] - z[o, g]) s[o, g]        W4A16, GPTQ, AWQ: 4 bits; g is the group of inputs that i belongs to
+    W[o, i] = q[o, i] s[block of o, block of i]  FP8: numbers of float8_e4m3fn
+    W[o, i] = q[o, i] 2^(e[o, i // 32] - 127)    MXFP4: numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3)
+
+z is 8 where the format is symmetric. Scales of W4A16, GPTQ and AWQ are first rounded to model.dtype, as vLLM rounds
+them when it loads a layer: GPTQ's are float16 in the files, so that in bfloat16 both sides have other weights than the
+files say, and the same. The product is exact in float32 and is rounded once.
+
+The layers are nn.Linear for PEFT, which puts the adapter beside them as beside any other. Their tensors are parameters,
+so that they move with the model. `weight` is of whole numbers, FP8's as bytes: PEFT would give a floating type of it to
+the adapter.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cluster.errors import WrongInput
+from rollout.data.model_files import Stored, counted, header, same_content, shown
+from rollout.data.weight_names import EMBEDDING, HEAD, misfits, two_heads
+from rollout.quantised import Format, plain
+from rollout.weights import linear_layers
+
+# Tensors of a layer that are not held, since rollout.quantised.plain has found in them what they must be.
+KNOWN = {"W4A16": ("weight_shape",), "GPTQ": ("g_idx", "qzeros")}
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # number k of eight lies at this place of an AWQ word
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of 3 bits; the fourth is the sign
+TYPES = {"I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """Returns the 4-bit numbers of each word, lowest bits first: [..., n] int32 -> [..., n, 8] uint8."""
+    two = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # words are little-endian
+    return torch.stack((two & 15, two >> 4), -1).flatten(-2)
+
+
+def dequantised(found: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns the weight [out, in] of a linear layer in `dtype`. tensors: those of the files, by Format.tensors' names;
+    float8 numbers may be given as their bytes."""
+    numbers = tensors[found.main]
+    if found.name == "FP8":
+        wide = numbers.view(torch.float8_e4m3fn).float()
+        scales = tensors[found.scale].float()
+        rows, columns = (size or wide.shape[1] for size in found.block)
+        scales = scales.repeat_interleave(rows, 0)[: wide.shape[0]].repeat_interleave(columns, 1)[:, : wide.shape[1]]
+        return wide.mul_(scales).to(dtype)
+    scales = tensors[found.scale].to(dtype)
+    if found.name == "W4A16":
+        values, zeros = nibbles(numbers).flatten(1), 8
+        if found.zeros:
+            zeros = nibbles(tensors["weight_zero_point"].t()).flatten(1).t()  # packed along the outputs
+    elif found.name == "GPTQ":
+        values, zeros, scales = nibbles(numbers).transpose(1, 2).flatten(0, 1).t(), 8, scales.t()
+    else:
+        order = torch.tensor(AWQ_ORDER, device=numbers.device)
+        values = nibbles(numbers)[..., order].flatten(1).t()
+        zeros, scales = nibbles(tensors["qzeros"])[..., order].flatten(1).t(), scales.t()
+    return _scaled(values, zeros, scales, dtype)
+
+
+def _scaled(values: Tensor, zeros: Tensor | int, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """values: [out, in]; zeros, scales: [out, groups]."""
+    grouped = values.to(dtype).unflatten(1, (scales.shape[1], -1))
+    middle = zeros.to(dtype).unsqueeze(-1) if isinstance(zeros, Tensor) else zeros
+    return grouped.sub_(middle).mul_(scales.unsqueeze(-1)).flatten(1)
+
+
+def dequantised_blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the weight [..., out, in] of MXFP4 blocks [..., out, in / 32, 16] uint8, two numbers a byte, the lower
+    bits first, and exponents [..., out, in / 32] uint8."""
+    values = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=blocks.device)
+    numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., out, in / 32, 32]
+    wide = torch.ldexp(values[numbers.int()], scales.int().unsqueeze(-1) - 127)
+    return wide.flatten(-2).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x W' for a frozen weight that is computed for each pass and kept by none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Callable[[], Tensor]) -> Tensor:
+        ctx.whole = whole
+        return F.linear(x, whole())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.whole(), None
+
+
+def product(x: Tensor, whole: Callable[[], Tensor]) -> Tensor:
+    """Returns [..., out] for x [..., in] and the weight [out, in] that `whole` computes; differentiable once, in x."""
+    output: Tensor = _Product.apply(x, whole)  # type: ignore[no-untyped-call]
+    return output
+
+
+class QuantisedLinear(nn.Linear):
+    """A frozen linear layer on the tensors of a quantised checkpoint: `weight` is the tensor of its numbers, and the
+    others have the files' names.
+
+    Attributes:
+        dtype: the type of the weights that it computes, and of its products.
+    """
+
+    def __init__(self, of: nn.Linear, found: Format, dtype: torch.dtype) -> None:
+        super().__init__(of.in_features, of.out_features, bias=of.bias is not None, device="meta", dtype=dtype)
+        self.dtype = dtype
+        self.kind = found
+        for part, (dtypes, shape) in found.tensors(self.out_features, self.in_features).items():
+            if part not in KNOWN.get(found.name, ()):
+                self.set(part, torch.empty(shape, dtype=TYPES.get(dtypes[0], dtype), device="meta"))
+
+    def takes(self, part: str) -> bool:
+        """Whether the layer holds a tensor of this name in the files."""
+        return part == self.kind.main or (part != "weight" and part in self._parameters)
+
+    def set(self, part: str, content: Tensor) -> None:
+        """Gives the layer a tensor of the files, by its name there."""
+        if part == self.kind.main:
+            part = "weight"
+            content = content.view(torch.uint8) if content.dtype == torch.float8_e4m3fn else content
+        setattr(self, part, nn.Parameter(content, requires_grad=False))
+
+    def whole(self) -> Tensor:
+        """Returns the weight [out, in] in self.dtype."""
+        tensors = dict(self.named_parameters(recurse=False))
+        return dequantised(self.kind, tensors | {self.kind.main: tensors["weight"]}, self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [..., out] for x [..., in]."""
+        output = product(x, self.whole)
+        return output if self.bias is None else output.add_(self.bias)
+
+
+def with_layers(lm: Any, found: Format, dtype: torch.dtype) -> Any:
+    """Returns the model, made without weights, with its quantised layers in place, which have none either."""
+    for name in sorted(linear_layers(lm)):
+        if found.covers(name):
+            lm.set_submodule(name, QuantisedLinear(lm.get_submodule(name), found, dtype))
+    return lm
+
+
+def fill(lm: Any, found: Format, files: Mapping[str, Path], device: torch.device, *, path: str, key: str) -> Any:
+    """Returns the model of `with_layers` with the content of its files, in its own dtypes, on the device.
+
+    files: the file of each tensor. path, key: the model, and the setting that names it, for messages.
+
+    Raises WrongInput if a tensor is missing or strange, or if other layers are quantised than config.json says.
+    """
+    stored: dict[str, Stored] = {}
+    for file in sorted(set(files.values())):
+        stored |= {name: one for name, one in header(file, key).items() if files.get(name) == file}
+    if wrong := wrong_layers(lm, stored, found, path, key):
+        raise WrongInput("\n".join(wrong))
+    own, modules, by_file = dict(lm.named_parameters()), dict(lm.named_modules()), defaultdict[Path, list[str]](list)
+    for name, one in stored.items():
+        by_file[one.file].append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                home, _, leaf = name.rpartition(".")
+                layer = modules.get(home)
+                if isinstance(layer, QuantisedLinear) and layer.takes(leaf):
+                    layer.set(leaf, opened.get_tensor(name).to(device))
+                elif layer is not None and name in own:
+                    content = opened.get_tensor(name).to(device, own[name].dtype)
+                    setattr(layer, leaf, nn.Parameter(content, requires_grad=False))
+    lm.tie_weights()
+    if left := [name for name, weight in lm.named_parameters() if weight.is_meta]:
+        raise WrongInput(
+            f"{key}: {path} lacks {counted(left)} of the model of its config.json, which would be random: {shown(left)}; "
+            "copy the weights again"
+        )
+    return lm.to(device)
+
+
+def wrong_layers(lm: Any, stored: Mapping[str, Stored], found: Format, path: str, key: str) -> list[str]:
+    """Returns a sentence for each way in which the files' tensors are not those of the model of `with_layers`.
+
+    Raises WrongInput if tensors of a quantised layer are missing or not of the format (rollout.quantised.plain).
+    """
+    layers = {name for name, module in lm.named_modules() if isinstance(module, QuantisedLinear)}
+    sizes = {
+        name: tuple(weight.shape)
+        for name, weight in lm.named_parameters()
+        if name.rpartition(".")[0] not in layers or name.endswith(".bias")
+    }
+    for name in layers:
+        layer = lm.get_submodule(name)
+        sizes[f"{name}.weight"] = (layer.out_features, layer.in_features)
+    wrong = misfits(path, key, plain(stored, found, path, key), sizes)
+    packed = {name.removesuffix(f".{found.main}") for name in stored if _is_packed(name, stored, found)}
+    if odd := sorted(packed ^ layers):
+        is_so = "are not" if odd[0] in layers else "are"
+        wrong.append(
+            f"{key}: {len(odd)} layers of {path} {is_so} quantised in the files where config.json says otherwise "
+            f"(quantization_config), first {odd[0]}; give weights and config.json of one model"
+        )
+    if HEAD in stored and HEAD not in sizes and not same_content(stored[HEAD], stored[EMBEDDING]):
+        wrong.append(two_heads(path, key))
+    return wrong
+
+
+def _is_packed(name: str, stored: Mapping[str, Stored], found: Format) -> bool:
+    return name.endswith(f".{found.main}") and (found.name != "FP8" or stored[name].dtype == "F8_E4M3")
