@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from examples.random_model import make_tiny_model
+from examples.random_model import make_tiny_model, make_tokenizer
 
 GROUP = 32
 Array = npt.NDArray[Any]
@@ -163,4 +164,49 @@ def make_quantised(path: Path, kind: str, **options: Any) -> dict[str, Array]:
     config = json.loads((path / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": told}
     (path / "config.json").write_text(json.dumps(config))
+    return defined
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(weight: Array) -> tuple[Tensors, Array]:
+    """gpt-oss's layout of weights [experts, out, in]: blocks of 32 inputs, two numbers a byte, the lower bits first, and
+    a power of two for each block (OCP Microscaling Formats 1.0)."""
+    blocks = weight.reshape(*weight.shape[:2], -1, 32)
+    exponents = np.floor(np.log2(np.abs(blocks).max(-1))).astype(np.int64) - 2
+    scaled = blocks / 2.0 ** exponents[..., None]
+    codes = np.abs(scaled[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    defined = E2M1[codes] * 2.0 ** exponents[..., None]
+    return {
+        "blocks": torch.from_numpy(codes[..., ::2] | codes[..., 1::2] << 4),
+        "scales": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }, defined.reshape(weight.shape)
+
+
+def make_gpt_oss(path: Path) -> dict[str, Array]:
+    """Writes a tiny random gpt-oss with experts in MXFP4 under path; returns the weights [experts, in, out] of its
+    experts by the format's definition, by transformers' names."""
+    config = transformers.GptOssConfig(
+        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_local_experts=4, num_experts_per_tok=2, eos_token_id=258,
+        pad_token_id=259, initializer_range=0.1, max_position_embeddings=512, rope_parameters={"rope_type": "default"},
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm: Any = transformers.GptOssForCausalLM(config)
+    lm.bfloat16().save_pretrained(path)
+    tensors, defined = dict[str, torch.Tensor](), dict[str, Array]()
+    for name, weight in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = weight
+            continue
+        parts, known = mxfp4(weight.float().numpy().swapaxes(1, 2))
+        defined[name] = known.swapaxes(1, 2)
+        tensors |= {f"{name}_{part}": one.contiguous() for part, one in parts.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((path / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (path / "config.json").write_text(json.dumps(told))
+    make_tokenizer().save_pretrained(path)
     return defined

@@ -16,6 +16,7 @@ the adapter.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ from torch.autograd.function import once_differentiable
 from cluster.errors import WrongInput
 from rollout.data.model_files import Stored, counted, header, same_content, shown
 from rollout.data.weight_names import EMBEDDING, HEAD, misfits, two_heads
-from rollout.quantised import Format, plain
+from rollout.quantised import MX_BLOCK, Format, plain
 from rollout.weights import linear_layers
 
 # Tensors of a layer that are not held, since rollout.quantised.plain has found in them what they must be.
 KNOWN = {"W4A16": ("weight_shape",), "GPTQ": ("g_idx", "qzeros")}
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # number k of eight lies at this place of an AWQ word
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of 3 bits; the fourth is the sign
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of gpt-oss, in the order in which they are used
 TYPES = {"I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 
 
@@ -120,6 +122,10 @@ class QuantisedLinear(nn.Linear):
             if part not in KNOWN.get(found.name, ()):
                 self.set(part, torch.empty(shape, dtype=TYPES.get(dtypes[0], dtype), device="meta"))
 
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights that are quantised, by their names in a layer of 16 bits."""
+        return {"weight": (self.out_features, self.in_features)}
+
     def takes(self, part: str) -> bool:
         """Whether the layer holds a tensor of this name in the files."""
         return part == self.kind.main or (part != "weight" and part in self._parameters)
@@ -142,12 +148,69 @@ class QuantisedLinear(nn.Linear):
         return output if self.bias is None else output.add_(self.bias)
 
 
+class QuantisedExperts(nn.Module):
+    """gpt-oss's experts on MXFP4 blocks. The weights of one expert are computed at a time, for the tokens that are sent
+    to it.
+
+    of: transformers' experts, whose activation and shapes it has.
+    """
+
+    def __init__(self, of: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._activated: Callable[[Tensor], Tensor] = of._apply_gate
+        self._dtype = dtype
+        for name in EXPERT_WEIGHTS:
+            count, inputs, out = getattr(of, name).shape
+            blocks = torch.empty(count, out, inputs // MX_BLOCK, MX_BLOCK // 2, dtype=torch.uint8, device="meta")
+            self.set(f"{name}_blocks", blocks)
+            self.set(f"{name}_scales", blocks[..., 0])
+            self.set(f"{name}_bias", torch.empty(count, out, dtype=dtype, device="meta"))
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes [experts, in, out] of the weights that are quantised, by transformers' names."""
+        shapes = {name: self._parameters[f"{name}_blocks"].shape for name in EXPERT_WEIGHTS}  # type: ignore[union-attr]
+        return {name: (count, blocks * MX_BLOCK, out) for name, (count, out, blocks, _) in shapes.items()}
+
+    def takes(self, part: str) -> bool:
+        """Whether a tensor of this name in the files belongs to the blocks."""
+        return part.endswith(("_blocks", "_scales"))
+
+    def set(self, part: str, content: Tensor) -> None:
+        """Gives the experts a tensor of the files, by its name there."""
+        setattr(self, part, nn.Parameter(content, requires_grad=False))
+
+    def whole(self, name: str, expert: int) -> Tensor:
+        """Returns the weight [out, in] of an expert."""
+        blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
+        return dequantised_blocks(blocks[expert], scales[expert], self._dtype)
+
+    def forward(self, x: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        """Returns [N, H] for x [N, H], the experts [N, k] of each token and their weights [N, k]."""
+        output = torch.zeros_like(x)
+        for expert in router_indices.unique().tolist():
+            token, place = torch.where(router_indices == expert)
+            rows = x[token]
+            for name in EXPERT_WEIGHTS:
+                rows = rows if name == EXPERT_WEIGHTS[0] else self._activated(rows)
+                rows = product(rows, partial(self.whole, name, expert)) + getattr(self, f"{name}_bias")[expert]
+            output = output.index_add(0, token, (rows * routing_weights[token, place, None]).to(output.dtype))
+        return output
+
+
 def with_layers(lm: Any, found: Format, dtype: torch.dtype) -> Any:
     """Returns the model, made without weights, with its quantised layers in place, which have none either."""
     for name in sorted(linear_layers(lm)):
         if found.covers(name):
             lm.set_submodule(name, QuantisedLinear(lm.get_submodule(name), found, dtype))
+    if found.name == "MXFP4":
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # imported here, since few runs use it
+
+        for name in [name for name, module in lm.named_modules() if isinstance(module, GptOssExperts)]:
+            lm.set_submodule(name, QuantisedExperts(lm.get_submodule(name), dtype))
     return lm
+
+
+QUANTISED = (QuantisedLinear, QuantisedExperts)
 
 
 def fill(lm: Any, found: Format, files: Mapping[str, Path], device: torch.device, *, path: str, key: str) -> Any:
@@ -170,7 +233,7 @@ def fill(lm: Any, found: Format, files: Mapping[str, Path], device: torch.device
             for name in names:
                 home, _, leaf = name.rpartition(".")
                 layer = modules.get(home)
-                if isinstance(layer, QuantisedLinear) and layer.takes(leaf):
+                if isinstance(layer, QUANTISED) and layer.takes(leaf):
                     layer.set(leaf, opened.get_tensor(name).to(device))
                 elif layer is not None and name in own:
                     content = opened.get_tensor(name).to(device, own[name].dtype)
@@ -189,27 +252,23 @@ def wrong_layers(lm: Any, stored: Mapping[str, Stored], found: Format, path: str
 
     Raises WrongInput if tensors of a quantised layer are missing or not of the format (rollout.quantised.plain).
     """
-    layers = {name for name, module in lm.named_modules() if isinstance(module, QuantisedLinear)}
-    sizes = {
+    layers = {name: module for name, module in lm.named_modules() if isinstance(module, QUANTISED)}
+    wanted = {f"{name}.{part}": size for name, layer in layers.items() for part, size in layer.sizes().items()}
+    sizes = wanted | {
         name: tuple(weight.shape)
         for name, weight in lm.named_parameters()
-        if name.rpartition(".")[0] not in layers or name.endswith(".bias")
+        if name.rpartition(".")[0] not in layers or name.endswith("bias")
     }
-    for name in layers:
-        layer = lm.get_submodule(name)
-        sizes[f"{name}.weight"] = (layer.out_features, layer.in_features)
-    wrong = misfits(path, key, plain(stored, found, path, key), sizes)
-    packed = {name.removesuffix(f".{found.main}") for name in stored if _is_packed(name, stored, found)}
-    if odd := sorted(packed ^ layers):
-        is_so = "are not" if odd[0] in layers else "are"
+    in_16_bits = plain(stored, found, path, key)
+    wrong = misfits(path, key, in_16_bits, sizes)
+    packed = {name for name, one in in_16_bits.items() if stored.get(name) is not one}
+    if odd := sorted(packed ^ wanted.keys()):
+        is_so = "is not" if odd[0] in wanted else "is"
         wrong.append(
-            f"{key}: {len(odd)} layers of {path} {is_so} quantised in the files where config.json says otherwise "
-            f"(quantization_config), first {odd[0]}; give weights and config.json of one model"
+            f"{key}: {odd[0]} of {path} {is_so} quantised in the files, and config.json says otherwise "
+            f"(quantization_config; {len(odd)} such); give weights and config.json of one model"
         )
     if HEAD in stored and HEAD not in sizes and not same_content(stored[HEAD], stored[EMBEDDING]):
         wrong.append(two_heads(path, key))
     return wrong
 
-
-def _is_packed(name: str, stored: Mapping[str, Stored], found: Format) -> bool:
-    return name.endswith(f".{found.main}") and (found.name != "FP8" or stored[name].dtype == "F8_E4M3")
