@@ -251,7 +251,9 @@ def _patterns(names: Any, *, whole: bool) -> str:
     stands for a regular expression at the beginning of a name."""
     found = [str(name) for name in names or ()]
     parts = [f"^(?:{name[3:]})" if name.startswith("re:") else re.escape(name) for name in found]
-    exact = [part if not whole or name.startswith("re:") else f"^{part}$" for part, name in zip(parts, found, strict=True)]
+    exact = [
+        part if not whole or name.startswith("re:") else f"^{part}$" for part, name in zip(parts, found, strict=True)
+    ]
     return "|".join(exact) or "(?!)"
 
 
@@ -342,7 +344,9 @@ def plain(stored: Mapping[str, Stored], found: Format, path: str, key: str) -> d
     return {name: one for name, one in stored.items() if name not in taken} | weights
 
 
-def _experts(layer: str, one: Stored) -> tuple[dict[str, tuple[tuple[str, ...], tuple[int, ...]]], str, tuple[int, ...]]:
+def _experts(
+    layer: str, one: Stored
+) -> tuple[dict[str, tuple[tuple[str, ...], tuple[int, ...]]], str, tuple[int, ...]]:
     """(tensors, name of the weight, its shape) of gpt-oss's experts, whose weights transformers holds as
     [experts, in, out]."""
     count, out, blocks, _ = one.shape if len(one.shape) == 4 else (0, 0, 0, 0)
@@ -353,7 +357,9 @@ def _experts(layer: str, one: Stored) -> tuple[dict[str, tuple[tuple[str, ...], 
     return wanted, layer.removesuffix("_"), (count, blocks * MX_BLOCK, out)
 
 
-def _contents(found: Format, layer: str, size: tuple[int, ...], stored: Mapping[str, Stored]) -> Iterator[tuple[str, str]]:
+def _contents(
+    found: Format, layer: str, size: tuple[int, ...], stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, str]]:
     """Yields (what is wrong, the tensor's name) for small tensors of a layer whose numbers are known beforehand."""
     if found.name == "W4A16":
         name = f"{layer}weight_shape"

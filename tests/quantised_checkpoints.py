@@ -126,7 +126,10 @@ def fp8_block(weight: Array, size: int = 128) -> tuple[Tensors, Array]:
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights | {"dynamic": False, "symmetric": weights.get("symmetric", True)}}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | {"dynamic": False, "symmetric": weights.get("symmetric", True)},
+    }
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "ignore": ["lm_head"], "config_groups": {"group_0": group | {"input_activations": None}},

@@ -56,8 +56,8 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
     if stored is None:
         return None
     config = read_json(path, CONFIG)
-    sizes, in_16_bits = sizes_of(config), _in_16_bits(stored, config, path, key)
-    wrong = [] if sizes is None else misfits(path, key, in_16_bits, sizes)
+    sizes, plain_names = sizes_of(config), in_16_bits(stored, config, path, key)
+    wrong = [] if sizes is None else misfits(path, key, plain_names, sizes)
     wrong += _untied(path, key, stored, config)
     try:
         if finite:
@@ -182,15 +182,13 @@ def check_fit(path: str, key: str = "model.path") -> bool:
     if sizes is None:
         wrong = transformers_misfits(path, key, stored)
     else:
-        wrong = misfits(path, key, _in_16_bits(stored, config, path, key), sizes)
+        wrong = misfits(path, key, in_16_bits(stored, config, path, key), sizes)
     if wrong:
         raise WrongInput("\n".join(wrong))
     return True
 
 
-def _in_16_bits(
-    stored: Mapping[str, Stored], config: Mapping[str, Any], path: str, key: str
-) -> Mapping[str, Stored]:
+def in_16_bits(stored: Mapping[str, Stored], config: Mapping[str, Any], path: str, key: str) -> Mapping[str, Stored]:
     """The tensors as the files would have them in 16 bits; those of a checkpoint that is not quantised as they are."""
     found = format_of(config, path)
     return stored if found is None else plain(stored, found, path, key)
@@ -257,7 +255,7 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
     import torch  # imported here, since the driver's process imports neither torch nor transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    stored = _in_16_bits(stored, content := read_json(path, CONFIG), path, key)
+    stored = in_16_bits(stored, content := read_json(path, CONFIG), path, key)
     lost, surplus = _other_experts(stored, content)
     if lost or surplus:  # transformers would not name these tensors
         return sentences(path, key, lost, surplus, {}, stored)

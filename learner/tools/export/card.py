@@ -23,8 +23,9 @@ from learner.tools.evaluation import Estimate
 from learner.tools.export.source import TOLERANCE, Proof, Source
 from learner.tools.report.summary import Run, read_run
 from learner.tools.server import GENERATION, AsTrained
-from rollout.data.model_files import is_hub_name, split
+from rollout.data.model_files import CONFIG, is_hub_name, read_json, split
 from rollout.data.sources import is_made
+from rollout.quantised import format_of
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -246,6 +247,8 @@ def _about(source: Source, proof: Proof | None) -> str:
     merged = "" if source.whole_model or proof is None else ", the adapter merged into its base"
     if merged and config.model.base == "nf4":
         merged += ", which was trained in 4 bits (nf4) and is here multiplied out as it was then"
+    if merged and (packed := format_of(read_json(config.model.source, CONFIG), config.model.path)) is not None:
+        merged += f", whose weights in {packed.name} are multiplied out here"
     return (
         f"`{named(config.model.path)}` after {source.step} steps of {config.learner.algorithm.upper()} ({what}) on "
         f"`{named(config.data.path)}`, by gleaner. This folder holds {form}{merged}."
