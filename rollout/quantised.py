@@ -2,7 +2,7 @@
 
 | format | in config.json | a weight [out, in] in the files |
 |---|---|---|
-| W4A16 | compressed-tensors, pack-quantized | weight_packed [out, in/8] int32, weight_scale [out, groups], weight_shape |
+| W4A16 | compressed-tensors, pack-quantized | weight_packed [out, in/8] int32, weight_scale [out, groups] |
 | GPTQ | gptq | qweight [in/8, out] int32, scales [groups, out], qzeros, g_idx [in] |
 | AWQ | awq, version gemm | qweight [in, out/8] int32, qzeros [groups, out/8] int32, scales [groups, out] |
 | FP8 | fp8, or compressed-tensors, float-quantized | weight float8_e4m3fn, and a scale for each row or block |
@@ -131,15 +131,14 @@ def _check(path: str, kind: str, wrong: Mapping[str, object]) -> None:
 
 
 def _compressed(told: Mapping[str, Any], path: str) -> Format:
-    kind, groups = "compressed-tensors", told.get("config_groups")
-    groups = groups if isinstance(groups, Mapping) else {}
+    kind, groups = "compressed-tensors", _settings(told.get("config_groups"))
     _check(path, kind, {
         f"are of {len(groups)} different kinds for different layers": len(groups) > 1,
         "have no kind (config_groups)": not groups,
         f"have a transform or sparsity ({', '.join(_beside(told))})": _beside(told),
     })  # fmt: skip
-    (group,) = groups.values()
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    (group,) = map(_settings, groups.values())
+    weights, inputs = _settings(group.get("weights")), group.get("input_activations")
     targets, form = group.get("targets"), group.get("format") or told.get("format")
     bits, number, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))
     known = {"pack-quantized": (4, "int", ("group", "channel")), "float-quantized": (8, "float", ("channel", "block"))}
@@ -157,10 +156,11 @@ def _compressed(told: Mapping[str, Any], path: str) -> Format:
         "are computed anew in each pass (dynamic)": weights.get("dynamic"),
         "go with activations of few bits": inputs is not None and form == "pack-quantized",
         "go with outputs of few bits": group.get("output_activations") is not None,
-        "go with activations whose scales are in the files": inputs is not None and not inputs.get("dynamic"),
+        "go with activations whose scales are in the files": inputs is not None
+        and not _settings(inputs).get("dynamic"),
     })  # fmt: skip
     zeros = not weights.get("symmetric", True)
-    kept = _patterns(told.get("ignore"), whole=True)
+    kept = _patterns(told.get("ignore"), path, kind, whole=True)
     if form == "float-quantized":
         _check(path, kind, {"are FP8 with zero points": zeros})
         if strategy == "channel":
@@ -170,10 +170,15 @@ def _compressed(told: Mapping[str, Any], path: str) -> Format:
     return Format("W4A16", (1, size), "weight_scale", zeros=zeros, kept=kept)
 
 
+def _settings(found: Any) -> Mapping[str, Any]:
+    """An object of config.json; for anything else one without settings, which is then refused for what it lacks."""
+    return found if isinstance(found, Mapping) else {}
+
+
 def _beside(told: Mapping[str, Any]) -> list[str]:
     """Settings of compressed-tensors that change what a layer computes."""
     found = {name: told.get(name) for name in ("transform_config", "kv_cache_scheme")}
-    sparse = told.get("sparsity_config") or {}
+    sparse = _settings(told.get("sparsity_config"))
     found["sparsity_config"] = sparse if sparse.get("format", "dense") != "dense" else None
     return [name for name, value in found.items() if value]
 
@@ -188,12 +193,11 @@ def _gptq(told: Mapping[str, Any], path: str) -> Format:
         "include the output embedding (lm_head)": told.get("lm_head"),
         f"have the format {form}, which is not read ({', '.join(SYMMETRIC_ZEROS)} are)": form not in SYMMETRIC_ZEROS,
     })  # fmt: skip
-    chosen = told.get("modules_in_block_to_quantize") or []
-    flat = [name for one in chosen for name in (one if isinstance(one, list) else [one])]
-    ends = "|".join(re.escape(str(name)) for name in flat)
+    chosen = _names(told.get("modules_in_block_to_quantize"), path, "gptq")
+    ends = "|".join(map(re.escape, chosen))
     size = _group_size(told.get("group_size"), path, "gptq", whole=-1)
     return Format(
-        "GPTQ", (1, size), "scales", chosen=rf"(^|\.)({ends})$" if flat else "", zero_word=SYMMETRIC_ZEROS[form]
+        "GPTQ", (1, size), "scales", chosen=rf"(^|\.)({ends})$" if chosen else "", zero_word=SYMMETRIC_ZEROS[form]
     )  # fmt: skip
 
 
@@ -206,7 +210,7 @@ def _awq(told: Mapping[str, Any], path: str) -> Format:
         "include the output embedding (lm_head)": told.get("lm_head"),
     })  # fmt: skip
     size = _group_size(told.get("group_size", told.get("q_group_size")), path, "awq", whole=-1)
-    kept = _patterns(told.get("modules_to_not_convert"), whole=False)
+    kept = _patterns(told.get("modules_to_not_convert"), path, "awq", whole=False)
     return Format("AWQ", (1, size), "scales", zeros=True, kept=kept)
 
 
@@ -218,7 +222,7 @@ def _fp8(told: Mapping[str, Any], path: str) -> Format:
         f"are {kind}, where e4m3 is read": kind != "e4m3",
         "have scales of a kind that is not read": told.get("scale_fmt") not in (None, "float"),
     })  # fmt: skip
-    kept = _patterns(told.get("ignored_layers") or told.get("modules_to_not_convert"), whole=True)
+    kept = _patterns(told.get("ignored_layers") or told.get("modules_to_not_convert"), path, "fp8", whole=True)
     return Format("FP8", _pair(block, path, "fp8"), "weight_scale_inv", kept=kept)
 
 
@@ -246,15 +250,27 @@ def _pair(found: Any, path: str, kind: str) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-def _patterns(names: Any, *, whole: bool) -> str:
+def _names(found: Any, path: str, kind: str) -> list[str]:
+    """The names in a list of config.json, which may hold lists of names."""
+    flat = [name for one in found or () for name in (one if isinstance(one, list) else [one])]
+    if not isinstance(found or [], list) or not all(isinstance(name, str) for name in flat):
+        _refuse(path, kind, f"must have lists of names of layers, and have {found!r:.40}")
+    return flat
+
+
+def _patterns(found: Any, path: str, kind: str, *, whole: bool) -> str:
     """A pattern of the layers that a list in config.json names: by whole names, or by parts of names; re:<expression>
     stands for a regular expression at the beginning of a name."""
-    found = [str(name) for name in names or ()]
-    parts = [f"^(?:{name[3:]})" if name.startswith("re:") else re.escape(name) for name in found]
-    exact = [
-        part if not whole or name.startswith("re:") else f"^{part}$" for part, name in zip(parts, found, strict=True)
-    ]
-    return "|".join(exact) or "(?!)"
+    patterns = []
+    for name in _names(found, path, kind):
+        plain_name = f"^{re.escape(name)}$" if whole else re.escape(name)
+        patterns.append(f"^(?:{name[3:]})" if name.startswith("re:") else plain_name)
+    pattern = "|".join(patterns) or "(?!)"
+    try:
+        re.compile(pattern)
+    except re.error:
+        _refuse(path, kind, f"must have regular expressions that compile, and have {found!r:.80}")
+    return pattern
 
 
 # What a run with a frozen base of few bits cannot have, and what to do.
@@ -284,7 +300,7 @@ def check_base(found: Format, path: str, uses: Mapping[str, bool]) -> None:
 
 ON_CPU = ("W4A16", "GPTQ", "AWQ")
 NO_KERNEL = {
-    "FP8": "rounds activations to 8 bits on a CPU, too, so that sampler and learner would differ",
+    "FP8": "rounds activations to 8 bits for it on a CPU, so that sampler and learner would differ",
     "MXFP4": "has no kernel for it on a CPU",
 }
 
@@ -325,21 +341,21 @@ def plain(stored: Mapping[str, Stored], found: Format, path: str, key: str) -> d
         else:
             wrong.setdefault("are no matrices", []).append(name)
             continue
-        before = len(wrong)
+        sound = True
         for part, (dtypes, shape) in wanted.items():
-            if (there := stored.get(part)) is None:
-                wrong.setdefault("are missing", []).append(part)
-            elif there.dtype not in dtypes or there.shape != shape:
-                wrong.setdefault(f"must be {' or '.join(dtypes)} of the shape {list(shape)}", []).append(part)
-        if len(wrong) == before:
-            for what, part in _contents(found, layer, size, stored):
-                wrong.setdefault(what, []).append(part)
+            there = stored.get(part)
+            if there is None or there.dtype not in dtypes or there.shape != shape:
+                shaped = f"must be {' or '.join(dtypes)} of the shape {list(shape)}"
+                wrong.setdefault("are missing" if there is None else shaped, []).append(part)
+                sound = False
+        for what, part in _contents(found, layer, size, stored) if sound else ():
+            wrong.setdefault(what, []).append(part)
         taken |= wanted.keys()
         weights[weight] = Stored("BF16", size, one.file, one.begin)
     if wrong:
         raise WrongInput("\n".join(
-            f"{key}: {counted(names)} of {path} ({found.name}) {what}, first {names[0]}; copy the weights again, or {NEXT}"
-            for what, names in wrong.items()
+            f"{key}: {counted(names)} of {path} ({found.name}) {what}, first {names[0]}; copy the weights again, or "
+            f"{NEXT}" for what, names in wrong.items()
         ))  # fmt: skip
     return {name: one for name, one in stored.items() if name not in taken} | weights
 

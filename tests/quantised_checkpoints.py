@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
 GROUPED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 KINDS: dict[str, tuple[Callable[[Array], tuple[Tensors, Array]], dict[str, Any]]] = {
     "w4a16": (w4a16, _compressed("pack-quantized", **GROUPED)),
-    "w4a16_zeros": (lambda weight: w4a16(weight, zeros=True), _compressed("pack-quantized", **GROUPED, symmetric=False)),
+    "w4a16_zeros": (partial(w4a16, zeros=True), _compressed("pack-quantized", **GROUPED, symmetric=False)),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
                     "lm_head": False}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
@@ -174,8 +175,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 def mxfp4(weight: Array) -> tuple[Tensors, Array]:
-    """gpt-oss's layout of weights [experts, out, in]: blocks of 32 inputs, two numbers a byte, the lower bits first, and
-    a power of two for each block (OCP Microscaling Formats 1.0)."""
+    """gpt-oss's layout of weights [experts, out, in]: blocks of 32 inputs, two numbers a byte, lower bits first, and a
+    power of two for each block (OCP Microscaling Formats 1.0)."""
     blocks = weight.reshape(*weight.shape[:2], -1, 32)
     exponents = np.floor(np.log2(np.abs(blocks).max(-1))).astype(np.int64) - 2
     scaled = blocks / 2.0 ** exponents[..., None]

@@ -251,8 +251,8 @@ def fill(lm: Any, found: Format, files: Mapping[str, Path], device: torch.device
     lm.tie_weights()
     if left := [name for name, weight in lm.named_parameters() if weight.is_meta]:
         raise WrongInput(
-            f"{key}: {path} lacks {counted(left)} of the model of its config.json, which would be random: {shown(left)}; "
-            "copy the weights again"
+            f"{key}: {path} lacks {counted(left)} of the model of its config.json, which would be random: "
+            f"{shown(left)}; copy the weights again"
         )
     return lm.to(device)
 

@@ -137,6 +137,8 @@ def wrong_with_mapping(config: RunConfig) -> list[str]:
 
     try:
         stored = model_weights(config.model.source)
+        if format_of(read_json(config.model.source, CONFIG), config.model.path) is not None:
+            return []  # learner.driver.input_checks refuses it
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
     except (ValueError, OSError):  # learner.driver.input_checks and wrong_with report it
         return []

@@ -67,6 +67,9 @@ def test_formats_are_told_by_config_alone() -> None:
         (BLOCK | {"activation_scheme": "static"}, "go with activations whose scales are in the files"),
         (BLOCK | {"weight_block_size": [128]}, "must have blocks of two numbers"),
         ({"quant_method": "mxfp4"}, "are not of gpt-oss"),
+        (W4A16 | {"config_groups": {"a": None}}, "are for the layers None"),
+        (W4A16 | {"ignore": "lm_head"}, "must have lists of names of layers, and have 'lm_head'"),
+        (W4A16 | {"ignore": ["re:("]}, "must have regular expressions that compile"),
     ],
 )
 def test_other_kinds_are_refused(told: Any, message: str) -> None:
@@ -155,7 +158,7 @@ def test_a_family_that_transformers_is_asked_about_is_checked_too(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "dtype", "cuda", "message"),
     [
-        ("FP8", "bfloat16", False, "weights in FP8, and vLLM rounds activations to 8 bits on a CPU"),
+        ("FP8", "bfloat16", False, "weights in FP8, and vLLM rounds activations to 8 bits for it on a CPU"),
         ("MXFP4", "bfloat16", False, "has no kernel for it on a CPU; give the generator a card"),
         ("GPTQ", "float32", False, "model.dtype: must be bfloat16 for m"),
         ("AWQ", "float32", True, "must be bfloat16 or float16 for m"),
