@@ -22,7 +22,7 @@ from rollout.vllm.engine import VllmEngine
 from tests.quantised_checkpoints import make_quantised
 from tests.rollout.engine_case import PROMPT, run, settings
 
-RMS = 0.03  # nats, in bfloat16; measured 0.011 to 0.013 here, and as much between 16-bit weights
+RMS = 0.05  # nats, in bfloat16; measured 0.022 over 1,000 tokens, and 0.025 for GPTQ with scales that are not rounded
 CPU = torch.device("cpu")
 NUMBERS = {"w4a16_zeros": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
