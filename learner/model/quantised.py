@@ -7,7 +7,8 @@ of a layer only while the layer needs them, in the forward pass and again in the
 
 z is 8 where the format is symmetric. Scales of W4A16, GPTQ and AWQ are first rounded to model.dtype, as vLLM rounds
 them when it loads a layer: GPTQ's are float16 in the files, so that in bfloat16 both sides have other weights than the
-files say, and the same. The product is exact in float32 and is rounded once.
+files say, and the same. The product of 4 bits and a scale of 16 is exact in float32 and is rounded once; FP8's, with a
+scale of 32 bits, is rounded to float32 first.
 
 The layers are nn.Linear for PEFT, which puts the adapter beside them as beside any other. Their tensors are parameters,
 so that they move with the model. `weight` is of whole numbers, FP8's as bytes: PEFT would give a floating type of it to
