@@ -33,6 +33,9 @@ ORDERED = (None, "static", "weight")  # values of compressed-tensors' actorder w
 SYMMETRIC_ZEROS = {"gptq": 0x77777777, "gptq_v2": 0x88888888}
 NEXT = "give the 16-bit model that it was made from, with model.base=nf4 for 4 bits (docs/models.md)"
 
+# Tensors of a layer by name: (safetensors' dtypes of which it must have one, its shape).
+Wanted = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -66,8 +69,8 @@ class Format:
         """Whether the linear layer of this name is quantised, by config.json."""
         return re.search(self.chosen, layer) is not None and re.search(self.kept, layer) is None
 
-    def tensors(self, out: int, inputs: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """The tensors of a linear layer: name -> (safetensors' dtypes of which it must have one, its shape)."""
+    def tensors(self, out: int, inputs: int) -> Wanted:
+        """The tensors of a linear layer."""
         groups = math.ceil(inputs / (self.block[1] or inputs))
         rows, words = math.ceil(out / self.block[0]), ("I32",)
         if self.name == "W4A16":
@@ -360,13 +363,11 @@ def plain(stored: Mapping[str, Stored], found: Format, path: str, key: str) -> d
     return {name: one for name, one in stored.items() if name not in taken} | weights
 
 
-def _experts(
-    layer: str, one: Stored
-) -> tuple[dict[str, tuple[tuple[str, ...], tuple[int, ...]]], str, tuple[int, ...]]:
+def _experts(layer: str, one: Stored) -> tuple[Wanted, str, tuple[int, ...]]:
     """(tensors, name of the weight, its shape) of gpt-oss's experts, whose weights transformers holds as
     [experts, in, out]."""
     count, out, blocks, _ = one.shape if len(one.shape) == 4 else (0, 0, 0, 0)
-    wanted = {
+    wanted: Wanted = {
         f"{layer}blocks": (("U8",), (count, out, blocks, MX_BLOCK // 2)),
         f"{layer}scales": (("U8",), (count, out, blocks)),
     }

@@ -154,8 +154,8 @@ KINDS: dict[str, tuple[Callable[[Array], tuple[Tensors, Array]], dict[str, Any]]
 def make_quantised(path: Path, kind: str, **options: Any) -> dict[str, Array]:
     """Writes a tiny random Llama in a quantised format under path; returns the weights of its quantised layers by the
     format's definition, by name. options: of make_tiny_model."""
-    options = {"family": "Llama", "hidden_size": 128, "heads": 2, "kv_heads": 1, "tied": False} | options
-    make_tiny_model(path, **options)
+    given: dict[str, Any] = {"family": "Llama", "hidden_size": 128, "heads": 2, "kv_heads": 1, "tied": False}
+    make_tiny_model(path, **given | options)
     quantise, told = KINDS[kind]
     tensors, defined = dict[str, torch.Tensor](), dict[str, Array]()
     for name, weight in load_file(path / "model.safetensors").items():

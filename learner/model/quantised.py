@@ -43,7 +43,7 @@ TYPES = {"I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "F8_E4M3": t
 
 def nibbles(words: Tensor) -> Tensor:
     """Returns the 4-bit numbers of each word, lowest bits first: [..., n] int32 -> [..., n, 8] uint8."""
-    two = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # words are little-endian
+    two = words.contiguous().view(torch.uint8).view(*words.shape, 4)  # words are little-endian
     return torch.stack((two & 15, two >> 4), -1).flatten(-2)
 
 
@@ -57,25 +57,19 @@ def dequantised(found: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype
         rows, columns = (size or wide.shape[1] for size in found.block)
         scales = scales.repeat_interleave(rows, 0)[: wide.shape[0]].repeat_interleave(columns, 1)[:, : wide.shape[1]]
         return wide.mul_(scales).to(dtype)
-    scales = tensors[found.scale].to(dtype)
+    scales, zeros = tensors[found.scale].to(dtype), torch.tensor([[8]], device=numbers.device)
     if found.name == "W4A16":
-        values, zeros = nibbles(numbers).flatten(1), 8
+        values = nibbles(numbers).flatten(1)
         if found.zeros:
             zeros = nibbles(tensors["weight_zero_point"].t()).flatten(1).t()  # packed along the outputs
     elif found.name == "GPTQ":
-        values, zeros, scales = nibbles(numbers).transpose(1, 2).flatten(0, 1).t(), 8, scales.t()
+        values, scales = nibbles(numbers).transpose(1, 2).flatten(0, 1).t(), scales.t()
     else:
         order = torch.tensor(AWQ_ORDER, device=numbers.device)
         values = nibbles(numbers)[..., order].flatten(1).t()
         zeros, scales = nibbles(tensors["qzeros"])[..., order].flatten(1).t(), scales.t()
-    return _scaled(values, zeros, scales, dtype)
-
-
-def _scaled(values: Tensor, zeros: Tensor | int, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """values: [out, in]; zeros, scales: [out, groups]."""
-    grouped = values.to(dtype).unflatten(1, (scales.shape[1], -1))
-    middle = zeros.to(dtype).unsqueeze(-1) if isinstance(zeros, Tensor) else zeros
-    return grouped.sub_(middle).mul_(scales.unsqueeze(-1)).flatten(1)
+    grouped = values.to(dtype).reshape(*scales.shape, -1)  # [out, groups, inputs of a group]
+    return grouped.sub_(zeros.to(dtype).unsqueeze(-1)).mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def dequantised_blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -188,7 +182,7 @@ class QuantisedExperts(nn.Module):
     def forward(self, x: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """Returns [N, H] for x [N, H], the experts [N, k] of each token and their weights [N, k]."""
         output = torch.zeros_like(x)
-        for expert in router_indices.unique().tolist():
+        for expert in sorted(set(router_indices.flatten().tolist())):
             token, place = torch.where(router_indices == expert)
             rows = x[token]
             for name in EXPERT_WEIGHTS:

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 LORA = LoraConfig(rank=8, alpha=16)
 
 
-def loaded(path: Path, dtype: str = "float32", **model: Any) -> Any:
+def loaded(path: Path, dtype: Any = "float32", **model: Any) -> Any:
     return load_base(ModelConfig(path=str(path), dtype=dtype, **model), CPU, lora=True)
 
 
