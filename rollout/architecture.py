@@ -86,16 +86,6 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
         )
 
 
-def check_unquantised(config: Mapping[str, Any], path: str) -> None:
-    """Raises WrongInput if the weights in the model's files are not numbers of 16 or 32 bits."""
-    if found := config.get("quantization_config"):
-        method = found.get("quant_method", "another type") if isinstance(found, Mapping) else found
-        raise WrongInput(
-            f"model.path: must be trained from weights of 16 or 32 bits, and those of {path} are quantised ({method}); "
-            "give the model that it was made from, with model.base=nf4 for 4 bits"
-        )
-
-
 def has_states(config: Mapping[str, Any]) -> bool:
     """Whether some layers carry a state along: Mamba, linear attention, convolutions. A model of a hybrid family may
     have attention layers only (granite-4.0-micro)."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from glob import has_magic
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cluster import confinement, own_path
 from cluster.child import Program, nameless, tied, written
@@ -43,6 +43,7 @@ from rollout.env.play import EnvironmentFault, opened
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Question, Start, ToolSpec, own_messages
 from rollout.env.tools.parser import is_hermes, written_by
+from rollout.quantised import check_base, check_kernel, format_of
 from rollout.schema import Problem
 
 LEARNER, SHARED_BASE = "learner.model.trial model", "learner.model.trial shared_base"
@@ -415,9 +416,26 @@ def load_chat(config: RunConfig) -> Chat:
     if config.cluster.gpus.generator == 0:
         check_on_cpu(chat.config, config.model.path)
     check_shards(chat.config, config.model.path, config.cluster.shards)
+    _check_quantised(config, chat.config)
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)
     return chat
+
+
+def _check_quantised(config: RunConfig, told: Mapping[str, Any]) -> None:
+    """Raises WrongInput if the model's files are quantised and cannot be the frozen base of this run."""
+    packed, path = format_of(told, config.model.path), config.model.path
+    if packed is None:
+        return
+    check_base(packed, path, {
+        "learner.mode: full": config.learner.mode == "full",
+        "learner.push: merged": config.learner.push == "merged",
+        "model.base: nf4": config.model.base == "nf4",
+        "memory.layout: shared": config.arrangement.one_base,
+        "memory.layout: sharded": config.arrangement.in_shards,
+        "cluster.tensor_parallel": config.cluster.shards > 1,
+    })  # fmt: skip
+    check_kernel(packed, path, config.model.dtype, cuda=config.cluster.gpus.generator > 0)
 
 
 def _check_name(path: str) -> None:

@@ -68,7 +68,6 @@ from learner.model.adapter_config import MODEL
 from rewards.base import JUDGE
 from rewards.call import Group
 from rewards.limits import NAME as REWARD_OUTPUT
-from rollout.architecture import check_unquantised
 from rollout.data import files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of
 from rollout.data.files import Row
@@ -374,7 +373,6 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
     chat = found.of(load_chat, config)
     found.of(check_weights, config, followed=followed is not None)
     if chat is not None:
-        found.of(check_unquantised, chat.config, config.model.path)
         for key, folder in adapters_in(config):
             notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
     config, budgets, of_memory = _sized(found, config, chat, cards or cards_present(config))

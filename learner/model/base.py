@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
 from cluster.errors import WrongInput
 from cluster.reading import read_mapping
 from learner.config import ModelConfig
 from learner.model.logprob import decoder_of
+from learner.model.quantised import fill, with_layers
 from learner.model.shared_base import MappedBase
-from rollout.architecture import check_architecture, check_unquantised, other_inputs
+from rollout.architecture import check_architecture, other_inputs
 from rollout.data.model_files import (
     CONFIG,
     EXPONENTS,
@@ -37,6 +39,7 @@ from rollout.data.model_files import (
     split,
 )
 from rollout.data.weight_names import check_fit, loading_misfits, two_heads, without_table
+from rollout.quantised import Format, check_base, format_of
 from rollout.text_part import NAMES, of_text, text_name, text_part
 
 
@@ -129,7 +132,13 @@ def load_base(
     """
     config = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
     check_architecture(config.to_dict(), model.path, lora=lora)
-    check_unquantised(config.to_dict(), model.path)
+    packed = format_of(config.to_dict(), model.path)
+    if packed is not None:
+        check_base(packed, model.path, {
+            "learner.mode: full": not lora, "model.base: nf4": model.base == "nf4",
+            "memory.layout: shared": mapped is not None, "memory.layout: sharded": sharded,
+        })  # fmt: skip
+        del config.quantization_config  # transformers would ask for the library that made the checkpoint
     config, whole = text_part(config), config
     config._attn_implementation = None  # transformers chooses, since config.json may name one that is not installed
     for name, value in config.to_dict().items():
@@ -141,13 +150,16 @@ def load_base(
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # sdpa would leave out the cap without an error
     if device.type == "meta":  # learner.tools.meta_run measures what a step of the model would need
-        return without_weights(config, dtype, quantization).requires_grad_(False)
+        lm = without_weights(config, dtype, quantization)
+        return (lm if packed is None else with_layers(lm, packed, dtype)).requires_grad_(False)
     if mapped is not None:
         lm = mapped.model(config, dtype, quantization, **options)
     elif sharded:
         from learner.model.sharded_base import sharded_base  # imported here: slow, and few runs use it
 
         lm = sharded_base(model, config, device, trained=trained and not lora, key=key, **options)
+    elif packed is not None:
+        lm = _packed_base(model, config, packed, device, key, **options)
     elif quantization is not None:
         # Each weight is quantised when it is read, so the unquantised model is never in memory as a whole.
         options |= {"quantization_config": quantization, "device_map": {"": device}}
@@ -156,6 +168,23 @@ def load_base(
         lm = _loaded(model, key, outside=config is not whole, config=config, dtype=dtype, **options).to(device)
     check_finite(lm.named_parameters(), model.source, key)
     return lm.requires_grad_(False)
+
+
+def _packed_base(
+    model: ModelConfig, config: Any, packed: Format, device: torch.device, key: str, **options: Any
+) -> Any:
+    """Loads a quantised checkpoint (learner.model.quantised)."""
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
+        lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False, **options
+        )
+    if told := read_json(model.source, "generation_config.json"):  # from_config does not read it; exports need it
+        lm.generation_config = GenerationConfig.from_dict(told)
+    lm.tie_weights()
+    lm = with_layers(lm, packed, dtype)
+    files = {name: file for name, (file, _) in tensor_files(model.source).items()}
+    return fill(lm, packed, files, device, path=model.source, key=key)
 
 
 def _loaded(model: ModelConfig, key: str, *, outside: bool, **options: Any) -> Any:

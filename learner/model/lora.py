@@ -26,6 +26,7 @@ from learner.model.adapter_config import check_same, read_adapter
 from learner.model.base import check_finite
 from learner.model.logprob import decoder_of
 from learner.model.masters import difference
+from learner.model.quantised import QuantisedLinear
 from rollout.architecture import ATTENTION, has_experts
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.text_part import NAMES, text_adapter
@@ -48,26 +49,28 @@ from rollout.weights import linear_layers
 class Adapted(NamedTuple):
     """A linear layer and the adapter on it, all of one dtype."""
 
-    weight: Tensor  # [out, in], or bitsandbytes' packed weight
+    weight: Tensor  # [out, in], or the packed numbers of a quantised one
     bias: Tensor | None  # [out]
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
     scale: float
-    packing: Any = None  # bitsandbytes' QuantState of a layer in 4 bits; None for other layers
+    packing: Any = None  # bitsandbytes' QuantState of a layer in 4 bits, or a QuantisedLinear; None for other layers
 
     def base(self, x: Tensor) -> Tensor:
         """Returns [..., out] of the layer without its adapter, as a tensor of its own: models may write to it."""
-        if self.packing is None:
-            return F.linear(x, self.weight, self.bias)
+        if self.packing is None or isinstance(self.packing, QuantisedLinear):
+            return F.linear(x, self.whole(), self.bias)
         from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]  # imported here: slow, and few runs use it
 
         product: Tensor = matmul_4bit(x, self.weight, quant_state=self.packing, bias=self.bias)
         return product
 
     def whole(self) -> Tensor:
-        """Returns the weight [out, in] in the adapter's dtype; a weight in 4 bits is dequantized."""
+        """Returns the weight [out, in] in the adapter's dtype; a quantised weight is dequantized."""
         if self.packing is None:
             return self.weight
+        if isinstance(self.packing, QuantisedLinear):
+            return self.packing.whole()
         from bitsandbytes.functional import dequantize_4bit
 
         weight: Tensor = dequantize_4bit(self.weight, self.packing)
@@ -331,15 +334,20 @@ def _is_plain(layer: nn.Module) -> bool:
 
 def _kind_of(base: Any) -> type | None:
     """Returns the class of PEFT's layer around `base`; None if `base` is of a kind that is left to PEFT."""
+    if type(base) in (nn.Linear, QuantisedLinear):
+        return Linear
     if _packing(base) is None:
-        return Linear if type(base) is nn.Linear else None
+        return None
     from peft.tuners.lora.bnb import Linear4bit  # imported here: PEFT has the class only with bitsandbytes
 
     return Linear4bit if base.compute_dtype == _type_of(base) else None
 
 
 def _packing(base: Any) -> Any:
-    """Returns bitsandbytes' QuantState of a layer in 4 bits; None for other layers."""
+    """Returns bitsandbytes' QuantState of a layer in 4 bits, and a layer of a quantised checkpoint itself; None for
+    other layers."""
+    if isinstance(base, QuantisedLinear):
+        return base
     return getattr(getattr(base, "weight", None), "quant_state", None)
 
 

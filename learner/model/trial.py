@@ -22,11 +22,13 @@ from learner.model.adapter_config import HEAD, NOTE
 from learner.model.base import head_of, load_base
 from learner.model.logprob import logits_of
 from learner.model.lora import POLICY, attach
+from learner.model.quantised import wrong_layers
 from learner.model.roles import without_head
 from learner.model.shared_base import no_views, refusal
 from rewards.config import adapters_of
-from rollout.data.model_files import adapter_weights, model_weights
+from rollout.data.model_files import CONFIG, adapter_weights, model_weights, read_json
 from rollout.data.weight_names import adapter_misfits, transformers_misfits
+from rollout.quantised import format_of
 from rollout.types import View
 from rollout.vllm.environment import required_env
 from rollout.weights import linear_layers
@@ -71,7 +73,14 @@ def _weights(lm: Any, path: str, key: str = "model.path") -> list[str]:
     ones."""
     try:
         stored = model_weights(path, key)
-        return [] if stored is None else transformers_misfits(path, key, stored, lm)
+        if stored is None:
+            return []
+        packed = format_of(read_json(path, CONFIG), path)
+        return (
+            transformers_misfits(path, key, stored, lm)
+            if packed is None
+            else wrong_layers(lm, stored, packed, path, key)
+        )
     except WrongInput:  # learner.driver.input_checks reports it
         return []
 
@@ -128,6 +137,8 @@ def wrong_with_mapping(config: RunConfig) -> list[str]:
 
     try:
         stored = model_weights(config.model.source)
+        if format_of(read_json(config.model.source, CONFIG), config.model.path) is not None:
+            return []  # learner.driver.input_checks refuses it
         lm = load_base(config.model.model_copy(update={"base": "none"}), torch.device("meta"), lora=True)
     except (ValueError, OSError):  # learner.driver.input_checks and wrong_with report it
         return []

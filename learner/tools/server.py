@@ -28,6 +28,7 @@ from rollout.data.chat import Chat
 from rollout.data.model_files import CONFIG, model_weights, read_json
 from rollout.data.observation import USER
 from rollout.data.weight_names import check_model, sizes_of
+from rollout.quantised import format_of
 from rollout.vllm.served import SERVER
 
 # The sampling of the training. The base's generation_config.json is not used for it: a penalty or a temperature in it
@@ -235,6 +236,12 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
             f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
             f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
         )
+    if _on_cpu() and _quantised(config.model.source):
+        raise WrongInput(
+            f"RUN: the weights of {config.model.path} are quantised, and vLLM's server lacks what the generators of a "
+            f"run add for such weights on a CPU; merge it (gleaner export {learned.parent} OUT), then python -m "
+            "vllm.entrypoints.openai.api_server --model OUT"
+        )
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if other_inputs(read_json(config.model.source, CONFIG)):
         if _on_cpu() and find_spec("torchvision") is None:
@@ -263,6 +270,13 @@ def _targets(adapter: Path) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise WrongInput(f"RUN: target_modules of {adapter / CONFIG_FILE} must be a list of layers; save it again")
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _quantised(model: str) -> bool:
+    try:
+        return format_of(read_json(model, CONFIG), model) is not None
+    except WrongInput:  # the model cannot be read, which vLLM will report
+        return False
 
 
 def _with_experts(model: str) -> bool:

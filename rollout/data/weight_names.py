@@ -27,6 +27,7 @@ from rollout.data.model_files import (
     shown,
     split,
 )
+from rollout.quantised import format_of, plain
 from rollout.text_part import text_part
 
 Sizes = Mapping[str, tuple[int, ...]]
@@ -56,8 +57,8 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
     if stored is None:
         return None
     config = read_json(path, CONFIG)
-    sizes = sizes_of(config)
-    wrong = [] if sizes is None else misfits(path, key, stored, sizes)
+    sizes, plain_names = sizes_of(config), in_16_bits(stored, config, path, key)
+    wrong = [] if sizes is None else misfits(path, key, plain_names, sizes)
     wrong += _untied(path, key, stored, config)
     try:
         if finite:
@@ -179,10 +180,19 @@ def check_fit(path: str, key: str = "model.path") -> bool:
         return False
     config = read_json(path, CONFIG)
     sizes = sizes_of(config)
-    wrong = transformers_misfits(path, key, stored) if sizes is None else misfits(path, key, stored, sizes)
+    if sizes is None:
+        wrong = transformers_misfits(path, key, stored)
+    else:
+        wrong = misfits(path, key, in_16_bits(stored, config, path, key), sizes)
     if wrong:
         raise WrongInput("\n".join(wrong))
     return True
+
+
+def in_16_bits(stored: Mapping[str, Stored], config: Mapping[str, Any], path: str, key: str) -> Mapping[str, Stored]:
+    """The tensors as the files would have them in 16 bits; those of a checkpoint that is not quantised as they are."""
+    found = format_of(config, path)
+    return stored if found is None else plain(stored, found, path, key)
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
@@ -248,19 +258,22 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
     import torch  # imported here, since the driver's process imports neither torch nor transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    lost, surplus = _other_experts(stored, read_json(path, CONFIG))
+    stored = in_16_bits(stored, content := read_json(path, CONFIG), path, key)
+    lost, surplus = _other_experts(stored, content)
     if lost or surplus:  # transformers would not name these tensors
         return sentences(path, key, lost, surplus, {}, stored)
     name, revision = split(path)
     config = text_part(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False))
+    if hasattr(config, "quantization_config"):  # transformers would ask for the library that made the checkpoint
+        del config.quantization_config
     auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations
     with torch.device("meta"):
         lm = auto.from_config(config, trust_remote_code=False) if lm is None else lm
-    content = {name: torch.empty(one.shape, device="meta", dtype=_type(one)) for name, one in stored.items()}
+    empty = {name: torch.empty(one.shape, device="meta", dtype=_type(one)) for name, one in stored.items()}
     try:
         with without_table(progress=False):
             _, found = type(lm).from_pretrained(
-                None, config=config, state_dict=content, dtype=torch.float32, device_map={"": "meta"},
+                None, config=config, state_dict=empty, dtype=torch.float32, device_map={"": "meta"},
                 output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
             )  # fmt: skip
     except RuntimeError as error:

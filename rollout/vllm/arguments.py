@@ -14,8 +14,9 @@ import torch
 from cluster.errors import WrongInput
 from cluster.memory.generator import BLOCK_CPU, PREFILL_TOKENS
 from rollout.architecture import ATTENTION, has_experts
-from rollout.data.model_files import joined, split
+from rollout.data.model_files import CONFIG, joined, read_json, split
 from rollout.engine import EngineSettings
+from rollout.quantised import check_base, check_kernel, format_of
 from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
 from rollout.vllm.read_back import shard_arguments, workers_environment
 from rollout.vllm.text_view import served_config, view_arguments
@@ -140,6 +141,22 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     arguments |= _cuda_arguments(settings) if cuda else _cpu_arguments(settings)
     return arguments | (shard_arguments(settings.shards, cuda=cuda) if settings.shards > 1 else {})
+
+
+def quantised_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
+    """Keyword arguments of vllm.EngineArgs for a checkpoint whose weights are quantised, which vLLM reads as it is; {}
+    for another.
+
+    Raises WrongInput if vLLM would not compute with these weights as the learner does.
+    """
+    packed = format_of(read_json(settings.model, CONFIG), settings.model)
+    if packed is None:
+        return {}
+    uses = {"model.base: nf4": settings.base == "nf4", "cluster.tensor_parallel": settings.shards > 1}
+    check_base(packed, settings.model, uses)
+    check_kernel(packed, settings.model, settings.dtype, cuda=cuda)
+    # Marlin's FP8 kernel computes with activations in 16 bits. vLLM's choice would round them to 8 bits on newer cards.
+    return {"linear_backend": "marlin"} if packed.name == "FP8" else {}
 
 
 def _form_arguments(settings: EngineSettings) -> dict[str, Any]:

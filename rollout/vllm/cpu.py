@@ -1,5 +1,5 @@
 """Changes vLLM's CPU build in a process that computes with it: LoRA, RMSNorm and sampling use faster, exact operations,
-and AMX is requested. prepare_cpu_process makes all changes."""
+AMX is requested, and layers in 4 bits are computed without AVX-512, too. prepare_cpu_process makes all changes."""
 
 from __future__ import annotations
 
@@ -455,6 +455,49 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     return entries.gather(1, torch.searchsorted(inner, point, right=True).clamp_(max=_BLOCK - 1)).squeeze(1)
 
 
+# Linear layers in 4 bits (W4A16, GPTQ, AWQ: rollout.quantised).
+#
+# vLLM's kernel for them is in its build for AVX-512 alone; elsewhere the first step would end the engine. The weights
+# are computed there when they are loaded, by the same formula, and held in 16 bits.
+
+
+def serve_four_bits() -> None:
+    """Lets every engine of this process compute with checkpoints in 4 bits on a processor without AVX-512."""
+    from vllm.model_executor.kernels.linear.mixed_precision import cpu as kernels
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        kernel: Any = kernels.CPUWNA16LinearKernel
+        kernel.process_weights_after_loading = _widen
+        kernel.apply_weights = _apply_wide
+
+
+def _widen(kernel: Any, layer: Any) -> None:
+    """Replaces the packed numbers of a layer of vLLM by its weight [out, in] in the dtype of its scales:
+    (q - z) s, where q, z and s are those of an output and a group of inputs."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+
+    kind = kernel.config.weight_type
+    unpack: Any = unpack_quantized_values_into_int32
+    packed, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
+    numbers = unpack(packed.data, kind, packed.packed_dim)
+    numbers = numbers if packed.output_dim == 0 else numbers.t()
+    steps = scales.data if scales.output_dim == 0 else scales.data.t()
+    middle: Any = kind.bias  # the middle of symmetric numbers
+    if kernel.config.zero_points:
+        zeros = getattr(layer, kernel.w_zp_name)
+        middle = unpack(zeros.data, kind, zeros.packed_dim)
+        middle = (middle if zeros.output_dim == 0 else middle.t()).unsqueeze(-1)
+    grouped = (numbers.unflatten(1, (steps.shape[1], -1)) - middle).to(steps.dtype)
+    weight = grouped.mul_(steps.unsqueeze(-1)).flatten(1)
+    setattr(layer, kernel.w_q_name, torch.nn.Parameter(weight, requires_grad=False))
+
+
+def _apply_wide(kernel: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.nn.functional.linear(x, getattr(layer, kernel.w_q_name), bias)
+
+
 def prepare_cpu_process() -> None:
     """Makes all changes of this module in a process that computes: the engine's, or that of a shard.
 
@@ -463,6 +506,7 @@ def prepare_cpu_process() -> None:
     ask_for_amx()
     install_fast_cpu_lora()
     serve_experts()
+    serve_four_bits()
     install_cpu_norm()
     install_cpu_sampling()
     install_float32_gated_delta()

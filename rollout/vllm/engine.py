@@ -28,7 +28,7 @@ from cluster.telemetry import peak_memory
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineDied, EngineSettings
 from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Weights
-from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments
+from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments, quantised_arguments
 from rollout.vllm.convert import (
     AdapterWindow,
     Resident,
@@ -384,6 +384,7 @@ class VllmEngine:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         arguments = engine_arguments(settings, cuda)
         here = check_fit(settings.model)
+        arguments |= quantised_arguments(settings, cuda)
         if settings.in_flight == "continue":
             check_can_continue()
         if cuda and settings.room > 0:

@@ -9,7 +9,7 @@ from rollout.types import EngineError
 
 # Wrong values of these variables silently break correctness or speed. The others need only be present, so that a
 # launcher may give an engine more threads or another log level.
-_EXACT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE")
+_EXACT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCH_COMPILE_DISABLE", "VLLM_CPU_INT4_W4A8")
 
 
 def required_env(cuda: bool) -> dict[str, str]:
@@ -38,6 +38,8 @@ def required_env(cuda: bool) -> dict[str, str]:
         # of steps, whose batches have all numbers of tokens, a generator grew by 150 MB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # avoids a line about NUMA at every start
+        # With AMX, vLLM would round the activations of 4-bit layers to 8 bits, which the learner does not.
+        "VLLM_CPU_INT4_W4A8": "0",
         # With "auto" two engines would pin themselves to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

@@ -68,6 +68,12 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("norm", "norm_of_sum"), ("vllm.ir.op.IrOp",)),
         **dict.fromkeys(("sampler", "self"), ("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",)),
         **dict.fromkeys(("kept", "logprobs"), PLAIN),
+        "kernel": ("vllm.model_executor.kernels.linear.mixed_precision.cpu.CPUWNA16LinearKernel",),
+        "kernel.config": ("vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel.MPLinearLayerConfig",),
+        **dict.fromkeys(("kind", "kernel.config.weight_type"), ("vllm.scalar_type.ScalarType",)),
+        **dict.fromkeys(("packed", "zeros"), ("vllm.model_executor.parameter.PackedvLLMParameter",)),
+        "scales": ("vllm.model_executor.parameter.GroupQuantScaleParameter",),
+        **dict.fromkeys(("numbers", "steps", "middle", "grouped", "layer", "unpack", "scales.data"), PLAIN),
     },
     "rollout/vllm/structured.py": {
         "vllm_config": ("vllm.config.VllmConfig",),

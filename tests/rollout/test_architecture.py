@@ -14,7 +14,6 @@ from rollout.architecture import (
     check_on_cpu,
     check_shards,
     check_type,
-    check_unquantised,
     has_experts,
 )
 
@@ -76,12 +75,6 @@ def test_other_positions_have_no_such_length() -> None:
 def test_layers_that_are_no_linear_ones_are_refused_in_both_modes(lora: bool, why: str) -> None:
     with pytest.raises(WrongInput, match=f"gpt2\\) are Conv1D, .*{why}.*; give another"):
         check_architecture({"model_type": "gpt2"}, "m", lora=lora)
-
-
-def test_quantised_weights_are_not_trained() -> None:
-    check_unquantised(LLAMA, "m")
-    with pytest.raises(WrongInput, match=r"those of m are quantised \(awq\); give the model"):
-        check_unquantised(LLAMA | {"quantization_config": {"quant_method": "awq"}}, "m")
 
 
 def test_a_model_is_spread_evenly_or_refused() -> None:

@@ -23,8 +23,10 @@ from learner.tools.evaluation import Estimate
 from learner.tools.export.source import TOLERANCE, Proof, Source
 from learner.tools.report.summary import Run, read_run
 from learner.tools.server import GENERATION, AsTrained
+from rollout.data import model_files
 from rollout.data.model_files import is_hub_name, split
 from rollout.data.sources import is_made
+from rollout.quantised import Format, format_of
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -239,6 +241,10 @@ def card(exported: Exported) -> str:
     return f"---\n{top.strip()}\n---\n\n# {source.name}\n\n" + "\n\n".join(text) + "\n"
 
 
+def _format(path: str) -> Format | None:
+    return format_of(model_files.read_json(path, model_files.CONFIG), path)
+
+
 def _about(source: Source, proof: Proof | None) -> str:
     config = source.config
     what = "the whole model" if source.whole_model else "LoRA"
@@ -246,6 +252,8 @@ def _about(source: Source, proof: Proof | None) -> str:
     merged = "" if source.whole_model or proof is None else ", the adapter merged into its base"
     if merged and config.model.base == "nf4":
         merged += ", which was trained in 4 bits (nf4) and is here multiplied out as it was then"
+    if merged and (packed := _format(config.model.source)) is not None:
+        merged += f", whose weights in {packed.name} are multiplied out here"
     return (
         f"`{named(config.model.path)}` after {source.step} steps of {config.learner.algorithm.upper()} ({what}) on "
         f"`{named(config.data.path)}`, by gleaner. This folder holds {form}{merged}."

@@ -34,6 +34,7 @@ from learner.tools.server import AsTrained, as_trained
 from rollout.data import model_files
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_model
+from rollout.quantised import format_of
 
 # Upload of an exported folder to the hub.
 
@@ -293,9 +294,10 @@ def _check_base(source: Source) -> None:
     path = source.config.model.source
     if source.whole_model:
         return
-    if read_json(path, CONFIG).get("quantization_config"):
+    packed = format_of(read_json(path, CONFIG), path)
+    if packed is not None and packed.name == "MXFP4":
         raise WrongInput(
-            f"model.path: {path} is quantised, and an adapter is not merged into such weights; give --adapter-only"
+            f"model.path: {path} has experts in MXFP4, which are not written in 16 bits; give --adapter-only"
         )
     if not check_base(source):
         print(f"base     {path}: not known to be that of the run, one being a folder and one the hub's", flush=True)
@@ -315,6 +317,9 @@ def _written(job: Job, folder: Path, repo: str | None) -> Exported:
     from learner.tools.export.merge import write_merged  # imported here: it imports torch, which is slow
 
     shown = recorded(source.run / "rollouts", source.step)
+    packed = None if source.whole_model else format_of(read_json(path := source.config.model.source, CONFIG), path)
+    if packed is not None:
+        print(f"merged   into the weights of {packed.name}, multiplied out to {job.dtype}: the policy that was trained")
     if source.config.model.base == "nf4":
         print(
             "merged   into the base as it was in 4 bits, multiplied out: the policy that was trained (docs/export.md)"

@@ -26,6 +26,7 @@ from learner.config import ModelConfig
 from learner.driver.failure import RunEnded
 from learner.model.base import load_base
 from learner.model.lora import NONE_EXCLUDED
+from learner.model.quantised import plain_layers
 from learner.tools.export.source import Needed, Proof, Said, Source, Window, ask, check, check_memory, compare, made_up
 from learner.tools.server import GENERATION
 from rollout.data.model_files import load_tokenizer, split
@@ -111,7 +112,7 @@ def _learned(source: Source, device: torch.device) -> Any:
     if source.whole_model:
         return load_base(ModelConfig(path=str(source.learned), dtype=model.dtype), device, lora=False)
     base = load_base(model, device, lora=True)
-    return base if model.base == "none" else base.dequantize()
+    return plain_layers(base) if model.base == "none" else base.dequantize()
 
 
 def _both(wrapped: Any, windows: Sequence[Window]) -> tuple[Said, Said]:

@@ -32,7 +32,9 @@ from learner.driver.identity import (
 )
 from learner.model.adapter_config import CONFIG_FILE, MODEL
 from rollout import ledger
+from rollout.data import model_files
 from rollout.data.model_files import WEIGHTS_FILE, adapter_weights, model_weights
+from rollout.data.weight_names import in_16_bits
 from rollout.schema import masks_of, ragged
 
 if TYPE_CHECKING:
@@ -317,7 +319,8 @@ def needed(source: Source, dtype: str | None, outtype: str | None) -> Needed:
         stored = adapter_weights(str(source.learned), "RUN").values()
         # The adapter may be written twice, the second time under vLLM's names.
         return Needed(2 * sum(one.nbytes for one in stored) + OTHERS, 0, 0)
-    found = model_weights(str(source.learned) if source.whole_model else source.config.model.source) or {}
+    path = str(source.learned) if source.whole_model else source.config.model.source
+    found = in_16_bits(model_weights(path) or {}, model_files.read_json(path, model_files.CONFIG), path, "model.path")
     weights = sum(math.prod(one.shape) for one in found.values())
     each = DTYPE_BYTES[dtype] + (GGUF_BYTES[outtype] if outtype else 0)
     return Needed(int(weights * each) + OTHERS, 4 * weights + PROCESS, weights)

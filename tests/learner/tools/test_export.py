@@ -21,10 +21,12 @@ import pyarrow as pa
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.files import digests_in
 from examples.random_families import make_family
+from learner.config.settings import LoraConfig
 from learner.driver import checkpoint
 from learner.driver.checkpoint import name_of
 from learner.driver.failure import RunEnded
@@ -32,8 +34,10 @@ from learner.tools.cli import main
 from learner.tools.export import command, source
 from learner.tools.export.card import shortened
 from learner.tools.export.source import Proof, Said, Window, check, compare
+from rollout.data.model_files import WEIGHTS_FILE
 from tests.learner.tools.exports import STEP, run_folder
 from tests.learner.tools.fake_hub import FakeHub, fake_hub
+from tests.quantised_checkpoints import make_quantised
 
 # gleaner export --push-to: what goes to a hub, when, and what a hub that will not have it costs.
 
@@ -357,6 +361,25 @@ def test_a_base_in_four_bits_is_merged_as_it_was_trained(
     apart = loaded(out).log_softmax(-1) - adapted(tiny_path, run, torch.bfloat16).log_softmax(-1)
     assert float(apart.square().mean().sqrt()) > 0.05  # the weights before quantisation make another policy
     assert "trained in 4 bits (nf4)" in (out / "README.md").read_text()
+
+
+def test_a_quantised_base_is_multiplied_out(
+    groups: list[pa.Table], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defined = make_quantised(tmp_path / "base", "awq")
+    run = run_folder(tmp_path, str(tmp_path / "base"), groups, model={"dtype": "bfloat16"})
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--dtype", "float32"]) == 0
+    assert "merged   into the weights of AWQ, multiplied out to float32" in capsys.readouterr().out
+    assert "whose weights in AWQ are multiplied out here" in (out / "README.md").read_text()
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    written = load_file(out / "model.safetensors")
+    learned = load_file(run / "checkpoints" / name_of(STEP) / "trainer" / WEIGHTS_FILE)
+    scale = LoraConfig().alpha / LoraConfig().rank
+    for name, weight in defined.items():
+        a, b = (learned[f"base_model.model.{name.removesuffix('weight')}lora_{half}.weight"].float() for half in "AB")
+        moved = torch.from_numpy(weight).float() + scale * b @ a
+        assert float((written[name] - moved).abs().max()) < 0.01 * float(moved.abs().max())
 
 
 def test_a_model_that_was_trained_whole(groups: list[pa.Table], tmp_path: Path) -> None:

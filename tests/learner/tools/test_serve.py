@@ -28,6 +28,7 @@ from cluster.errors import WrongInput
 from examples.random_families import make_family
 from learner.tools.served_stops import TrainingStops
 from learner.tools.server import serve, server_of
+from tests.quantised_checkpoints import make_quantised
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,6 +55,16 @@ def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> Non
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
     with pytest.raises(WrongInput, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
+        server_of(run, "127.0.0.1", 1, [])
+
+
+def test_an_adapter_of_a_quantised_model_is_for_a_card(tmp_path: Path) -> None:
+    make_quantised(tmp_path / "base", "gptq", layers=1)
+    run = run_folder(tmp_path / "mine", str(tmp_path / "base"))
+    write_adapter(run / "adapter", ["q_proj"])
+    with pytest.raises(
+        WrongInput, match=f"are quantised, .* on a CPU; merge it .gleaner export {run} OUT., then python"
+    ):
         server_of(run, "127.0.0.1", 1, [])
 
 
