@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +34,7 @@ from learner.config.settings import LoraConfig
 from learner.model import packing_check
 from learner.model.adapter_config import base_of
 from learner.model.base import check_finite, head_of, load_base, to_eval
+from learner.model.experts import merged_experts
 from learner.model.fusion import fuse
 from learner.model.logprob import logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
@@ -60,7 +61,8 @@ def merged(lm: Any) -> dict[str, Source]:
     Raises ValueError for an adapter on layers that are not nn.Linear.
     """
     blocks = {name.rpartition(".")[0] for name, module in lm.named_modules() if _is_adapted(module)}
-    return {f"{block}.{name}": source for block in sorted(blocks) for name, source in _block(lm.get_submodule(block))}
+    dense = {f"{block}.{name}": source for block in sorted(blocks) for name, source in _block(lm.get_submodule(block))}
+    return dense | dict(merged_experts(lm, POLICY))
 
 
 def _block(block: nn.Module) -> Iterator[tuple[str, Source]]:
@@ -78,8 +80,9 @@ def _block(block: nn.Module) -> Iterator[tuple[str, Source]]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether the policy's adapter is on this layer; adapters of other roles may be on further layers."""
-    return isinstance(module, LoraLayer) and POLICY in module.scaling
+    """Whether the policy's adapter is on this layer; adapters of other roles may be on further layers. Experts are no
+    layer (learner.model.experts)."""
+    return isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper) and POLICY in module.scaling
 
 
 def _merge(layer: Any, place: Tensor) -> None:

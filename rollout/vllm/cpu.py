@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollout.vllm.experts import renew_packed_experts
+
 # AMX, the matrix instructions of newer Intel CPUs.
 #
 # Linux lets a process use AMX only after the process has asked. vLLM's attention in bfloat16 uses AMX without asking,
@@ -461,5 +463,6 @@ def prepare_cpu_process() -> None:
     ask_for_amx()
     install_fast_cpu_lora()
     serve_experts()
+    renew_packed_experts()
     install_cpu_norm()
     install_cpu_sampling()
