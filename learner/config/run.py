@@ -169,8 +169,8 @@ MODEL = (
         and (c.model.base == "nf4" or c.arrangement.one_base or c.arrangement.in_shards),
     ),
     Rule(
-        "learner.lora.targets: experts", "needs learner.push=merged: vLLM has no LoRA for experts on a CPU, and its own "
-        "for cards has not been tried here", "set that, or leave experts out", ("learner.push",),
+        "learner.lora.targets: experts", "needs learner.push=merged: vLLM has no LoRA for experts on a CPU, and what "
+        "it has for cards has not been tried", "set that, or leave experts out", ("learner.push",),
         lambda c: c.learner.pushes_adapters and c.learner.lora.adapts_experts,
     ),
     Rule(

@@ -35,8 +35,9 @@ class LoraConfig(Frozen):
     alpha: Positive = 32.0
     """The adapter counts alpha / rank times; usually twice the rank. Raise it to let the same weights change more."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less. In a model
-    with experts `all-linear` is the attention; `experts` in a list adapts the routed experts too, with `push: merged`."""
+    """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less. Of a model
+    with experts `all-linear` is the attention alone; `experts` in a list adapts the routed experts, with `push:
+    merged`."""
 
     @field_validator("targets", mode="before")
     @classmethod

@@ -9,8 +9,8 @@ Qwen3-30B-A3B. Here the tokens of an expert go through its A and B instead, as w
     dx = g W_e + u A_e,   u = s g B_e,   dA_e = u' x,   dB_e = s g' h   (g, h, u, x: the rows of expert e)
 
 Modules, names and files stay PEFT's: two nested ParamWrapper around the module of the experts, of which the inner one
-has the adapter of gate_up_proj and the outer one that of down_proj; A [E r, in], rows by expert, then rank; B [out, r E],
-columns by rank, then expert. So the exported adapter is one that PEFT loads. The router is never adapted.
+has the adapter of gate_up_proj and the outer one that of down_proj; A [E r, in], rows by expert, then rank; B
+[out, r E], columns by rank, then expert. So the exported adapter is one that PEFT loads. The router is never adapted.
 
 Letters: E experts, r rank, R rank rounded up to what a grouped product takes, N tokens, k experts of a token, S = N k
 pairs of a token and one of its experts.

@@ -1,5 +1,6 @@
-"""Replaces parts of a model by faster operations with the same result: LoRA layers (learner.model.lora), adapted experts
-(learner.model.experts) and RMSNorms everywhere, and on a GPU also SwiGLU MLPs and the rotary embedding. `fuse` is the entry.
+"""Replaces parts of a model by faster operations with the same result: LoRA layers (learner.model.lora), adapted
+experts (learner.model.experts) and RMSNorms everywhere, and on a GPU also SwiGLU MLPs and the rotary embedding. `fuse`
+is the entry.
 
 Which modules can be replaced is found by trying them on small tensors on the CPU, not by their names. A SwiGLU MLP is a
 module whose forward pass is down(silu(gate(x)) * up(x)); it is tried with small layers. The rotary embedding is a
