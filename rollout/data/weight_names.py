@@ -122,9 +122,7 @@ def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str
             f"{key}: {folder} lacks {counted(lacking)} beside which the other half of a pair is there, first "
             f"{lacking[0]}; save the adapter again"
         )
-    wrong = [
-        name for name, one in halves.items() if not _has_rank(name, stored[name].shape["AB".index(one[2]) :], rank)
-    ]
+    wrong = [name for name, half in halves.items() if not _has_rank(name, half[2], stored[name].shape, rank)]
     if wrong:
         name = min(wrong, key=_in_order)
         found.append(
@@ -134,11 +132,11 @@ def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str
     return found
 
 
-def _has_rank(name: str, sizes: tuple[int, ...], rank: int) -> bool:
-    """Whether half of a LoRA pair has this rank, sizes[0]; of fused experts the ranks of all experts are one there."""
-    if not sizes:
-        return False
-    return sizes[0] == rank or (EXPERTS_PAIR.search(name) is not None and sizes[0] > 0 and sizes[0] % rank == 0)
+def _has_rank(name: str, half: str, shape: tuple[int, ...], rank: int) -> bool:
+    """Whether A or B (`half`) of a LoRA pair has this rank. In an adapter of fused experts it is the number of experts
+    times the rank."""
+    found = shape[(at := "AB".index(half)) : at + 1]
+    return found == (rank,) or (EXPERTS_PAIR.search(name) is not None and found > (0,) and found[0] % rank == 0)
 
 
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ def renew_packed_experts() -> None:
     if hasattr(upstream, "gleaner"):
         return
 
+    @wraps(upstream)
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         again = self.moe_kernel is not None
         upstream(self, layer)
