@@ -485,6 +485,11 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.model.adapter is None:
         return config, ()
     lora = follow(config.learner.lora, config.model.adapter)
+    if lora.adapts_experts and config.learner.pushes_adapters:
+        raise WrongInput(
+            f"model.adapter: an adapter of experts needs learner.push=merged, {config.model.adapter} is one, and got "
+            "learner.push=adapter; set that, or give an adapter of other layers"
+        )
     open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
     followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
