@@ -51,12 +51,13 @@ from rollout.weights import Source
 #
 # Blocks without an adapter are not sent, since a generator has their weights from the model's files. A block (the
 # linear layers of one module, such as self_attn with q, k, v and o) is sent as a whole, biases included: vLLM fuses
-# some of its layers into one, and leaves undefined what is missing of a fused layer that is sent in part.
+# some of its layers into one, and leaves undefined what is missing of a fused layer that is sent in part. So are the
+# experts of a layer (learner.model.experts).
 
 
 def merged(lm: Any) -> dict[str, Source]:
-    """Returns the weights to send: the name in the checkpoint -> the source that computes the merged weight. The model
-    itself stays as it is.
+    """Returns the weights to send: the name by which vLLM loads it -> the source that computes the merged weight. The
+    model itself stays as it is.
 
     Raises ValueError for an adapter on layers that are not nn.Linear.
     """

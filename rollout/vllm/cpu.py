@@ -133,7 +133,7 @@ def serve_experts() -> None:
     """Lets every engine of this process compute mixtures of experts on a CPU with LoRA enabled.
 
     With LoRA vLLM chooses its Triton kernels for experts, which a CPU lacks, whether experts have adapters or not.
-    gleaner puts none on experts (rollout.architecture), so vLLM's kernels for a CPU are right.
+    gleaner sends it none for experts (learner.push), so vLLM's kernels for a CPU are right.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 

@@ -345,7 +345,7 @@ def _weights(worker: Any, newest: Resident) -> Held:
 def _find(model: Any, modules: dict[str, Any], key: str) -> Place | Expert | None:
     """Where a weight of the checkpoint is; None if it is not known."""
     renames = _renames(model)
-    name = renames.apply_list([key])[0] if renames else key
+    name: str = renames.apply_list([key])[0] if renames else key
     if (expert := expert_of(modules, name)) is not None:
         return expert
     path, _, kind = name.rpartition(".")
