@@ -29,7 +29,6 @@ from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig, generator_roles
 from learner.config.load import absolute
-from learner.config.settings import EXPERTS
 from learner.driver.evaluate import accuracy_reward, generate, greedy, sampled, scores_of
 from learner.driver.failure import Findings
 from learner.driver.input_checks import (
@@ -48,7 +47,7 @@ from learner.driver.memory import Budgets, cards_present, settle, settled, size_
 from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
 from learner.driver.preflight import Untokenised
 from learner.driver.roles import started, worker_spec
-from learner.model.adapter_config import PEFT_RANK, read_content, served, targets_of
+from learner.model.adapter_config import PEFT_RANK, read_content, served
 from rewards.base import tagged, text_of
 from rewards.built_in.number import last_number, parse_number
 from rewards.config import functions_of
@@ -267,12 +266,13 @@ def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
         return Weights.unchanged(0)
     check_served(adapter, "--adapter", base)
     folder = served(Path(adapter))
-    if EXPERTS in targets_of(read_content(str(folder), "--adapter")):
+    content = read_content(str(folder), "--adapter")
+    if content.get("target_parameters"):
         raise WrongInput(
             f"--adapter: must leave the experts as they are, which generators serve merged alone, and {adapter} adapts "
             "them; merge it (gleaner export) and evaluate the model that it makes"
         )
-    return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
+    return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), content)
 
 
 async def groups(

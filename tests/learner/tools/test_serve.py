@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.errors import WrongInput
 from examples.random_families import make_family
+from learner.tools import server
 from learner.tools.served_stops import TrainingStops
 from learner.tools.server import serve, server_of
 
@@ -54,6 +55,16 @@ def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> Non
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
     with pytest.raises(WrongInput, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
+        server_of(run, "127.0.0.1", 1, [])
+
+
+def test_adapted_experts_are_served_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
+    write_adapter(run / "adapter", ["q_proj"])
+    content = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(content))
+    monkeypatch.setattr(server, "_on_cpu", lambda: False)
+    with pytest.raises(WrongInput, match=f"RUN: vLLM's LoRA for experts .* merge it .gleaner export {run} OUT., then "):
         server_of(run, "127.0.0.1", 1, [])
 
 
