@@ -112,12 +112,10 @@ class _Routed(NamedTuple):
     transposed: bool
 
 
-def _product(x: Tensor, wrapper: ParamWrapper, name: str, routed: _Routed) -> Tensor:
+def _product(x: Tensor, wrapper: Any, name: str, routed: _Routed) -> Tensor:
     """Returns [S, out] of the adapted tensor of a wrapper for rows [S, in]."""
-    experts: Any = wrapper.get_base_layer()
-    weight, bias = wrapper.get_param(), None
-    if experts.has_bias:
-        bias = getattr(experts, wrapper.parameter_name + BIAS)
+    experts, weight = wrapper.get_base_layer(), wrapper.get_param()
+    bias = getattr(experts, wrapper.parameter_name + BIAS) if experts.has_bias else None
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     return grouped_linear(x, weight, bias, a, b, wrapper.scaling[name], routed)
 

@@ -18,7 +18,7 @@ from cluster.errors import WrongInput
 from cluster.files import writing
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
-from learner.driver.input_checks import check_served
+from learner.driver.input_checks import check_served, check_unmerged
 from learner.model.adapter_config import CONFIG_FILE, MODEL, read_content, served
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts, text_of
@@ -234,11 +234,7 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
             f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
             f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
         )
-    if read_content(str(served(learned)), "RUN").get("target_parameters"):
-        raise WrongInput(
-            f"RUN: vLLM's LoRA for experts has not been tried here, and {learned} adapts them; merge it (gleaner "
-            f"export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
-        )
+    check_unmerged(served(learned), "RUN")
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if (revision := config.model.revision) is not None:
         arguments += ["--revision", revision, "--tokenizer-revision", revision]

@@ -10,7 +10,6 @@ order: 5 nats in a tiny Qwen3-MoE.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from functools import lru_cache, wraps
@@ -20,8 +19,6 @@ import torch
 from torch import Tensor
 
 from rollout.weights import columns_of
-
-log = logging.getLogger(__name__)
 
 
 def renew_packed_experts() -> None:
@@ -83,7 +80,7 @@ def expert_of(modules: Mapping[str, Any], name: str) -> Expert | None:
     layer = modules.get(f"{found[1]}.routed_experts") if found else None
     if found is None or layer is None or layer.moe_config.moe_parallel_config.tp_size > 1:
         return None
-    kernel = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+    kernel: Any = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
     if not hasattr(kernel, "isa") or kernel._use_zentorch:
         return None
     size = layer.moe_config.intermediate_size_per_partition
