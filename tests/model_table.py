@@ -22,7 +22,7 @@ from tests.template_table import section
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "model_tables.md"
 OWN_NAMES = ("bloom", "falcon", "gpt2")  # their configs share no names with TINY
-HEADER = ("model_type", "learner", "why", "all-linear", "vLLM")
+HEADER = ("model_type", "learner", "why", "all-linear", "experts", "vLLM")
 
 
 class _Kept(logging.Handler):
@@ -83,11 +83,33 @@ def _said(kind: str, folder: Path, model_class: str) -> tuple[str, ...]:
                 device=torch.device("cpu"),
             )  # fmt: skip
     except ValueError as error:
-        return kind, "refused", _plain(str(error), folder), "", served
+        return kind, "refused", _plain(str(error), folder), "", "", served
     assert policy.peft_config is not None
     leaves = sorted({name.rpartition(".")[2] for name in policy.peft_config["target_modules"]})
     why = "" if policy.packed else _plain(warnings[-1].partition("(")[2].rpartition("): ")[0], folder)
-    return kind, "packed" if policy.packed else "padded", why, ", ".join(leaves), served
+    return kind, "packed" if policy.packed else "padded", why, ", ".join(leaves), _experts(folder), served
+
+
+def _experts(folder: Path) -> str:
+    """Whether learner.lora.targets may name the experts of a model, or why not; "" for a model without any."""
+    import torch
+    import transformers
+
+    from learner.model.experts import expert_parameters
+    from rollout.architecture import has_experts
+    from rollout.text_part import text_part
+
+    hf: Any = transformers
+    config = text_part(hf.AutoConfig.from_pretrained(folder))
+    if not has_experts(config.to_dict()):
+        return ""
+    with torch.device("meta"):
+        lm = hf.AutoModelForCausalLM.from_config(config)
+    try:
+        expert_parameters(lm)
+    except ValueError as error:
+        return _plain(str(error).removeprefix("learner.lora.targets: "), folder)
+    return "yes"
 
 
 def refused_by_config(kind: str) -> tuple[str, ...]:
@@ -102,16 +124,15 @@ def refused_by_config(kind: str) -> tuple[str, ...]:
     try:
         check_architecture(config, "/it", lora=True)
     except WrongInput as error:
-        return kind, "refused", _plain(str(error), Path("/it")), "", ""
+        return kind, "refused", _plain(str(error), Path("/it")), "", "", ""
     raise AssertionError(f"{kind} is no longer refused: give it a row of its own")
 
 
 def _plain(text: str, folder: Path) -> str:
     """Without what differs from machine to machine and without advice, on one line of Markdown."""
     text = text.removeprefix("model.path: ").replace(str(folder), "this one")
-    text = re.sub(
-        "rows differ by .*", "packed it differs by more than rounding", re.split("; (give|name)|[.] Train", text)[0]
-    )
+    told = re.split("; (?:give|name|leave)|[.] Train", text)[0]
+    text = re.sub("rows differ by .*", "packed it differs by more than rounding", told)
     return " ".join(text.replace("|", "/").split())
 
 
@@ -167,6 +188,7 @@ compares it with what the code says now. [models.md](models.md) says what follow
 - **why**: the reason for which the architecture is padded or refused.
 - **all-linear**: the layers that `learner.lora.targets: all-linear` adapts.
 - **text of**: the model is the text part of a checkpoint with towers of that model_type.
+- **experts**: whether `learner.lora.targets` may also name `experts` ([models.md](models.md#experts)), or why not.
 - **vLLM**: what the installed vLLM has for adapters of the architecture. `no class of its own`: vLLM tries
   transformers' code.
 

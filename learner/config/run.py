@@ -169,6 +169,11 @@ MODEL = (
         and (c.model.base == "nf4" or c.arrangement.one_base or c.arrangement.in_shards),
     ),
     Rule(
+        "learner.lora.targets: experts", "needs learner.push=merged: vLLM has no LoRA for experts on a CPU, and what "
+        "it has for cards has not been tried", "set that, or leave experts out", ("learner.push",),
+        lambda c: c.learner.pushes_adapters and c.learner.lora.adapts_experts,
+    ),
+    Rule(
         "model.reference, reference_dtype:", "need learner.loss.beta above 0, without which nothing is held close to a "
         "reference, and reference_dtype=int8 learner.mode=full: with LoRA the reference is no second model",
         "set these, or leave them out", ("learner.loss.beta", "learner.mode"),

@@ -21,6 +21,9 @@ from rollout.env.config import EnvConfig
 AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
 
 
+EXPERTS = "experts"  # in learner.lora.targets: the routed experts
+
+
 class LoraConfig(Frozen):
     """LoRA (Hu et al. 2021): W + alpha/rank * B A on the target modules; lm_head and embeddings never.
 
@@ -32,7 +35,9 @@ class LoraConfig(Frozen):
     alpha: Positive = 32.0
     """The adapter counts alpha / rank times; usually twice the rank. Raise it to let the same weights change more."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less."""
+    """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less. Of a model
+    with experts `all-linear` is the attention alone; `experts` in a list adapts the routed experts, with `push:
+    merged`."""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -45,6 +50,11 @@ class LoraConfig(Frozen):
                 f"expression; write the names out (got {targets!r})"
             )
         return targets
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether the routed experts get adapters."""
+        return EXPERTS in self.targets
 
 
 class ScheduleConfig(Frozen):

@@ -493,6 +493,16 @@ def check_served(folder: str, key: str, base: str | None) -> None:
         check_copy(folder, str(copy), key, read_adapter(folder, key), read_adapter(str(copy), key))
 
 
+def check_unmerged(folder: Path, key: str) -> None:
+    """Raises WrongInput if vLLM cannot serve the adapter beside its base: it has no LoRA for experts on a CPU, and what
+    it has for cards has not been tried here."""
+    if read_content(str(folder), key).get("target_parameters"):
+        raise WrongInput(
+            f"{key}: must leave the experts as they are, which vLLM serves merged alone here, and {folder} adapts "
+            "them; merge it (gleaner export RUN OUT), and give the model that it makes"
+        )
+
+
 def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Fills in the fields that learner.lora leaves open from model.adapter, and checks the reference. Returns the new
     configuration and a line for the user. Raises WrongInput."""
@@ -503,6 +513,11 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.model.adapter is None:
         return config, ()
     lora = follow(config.learner.lora, config.model.adapter)
+    if lora.adapts_experts and config.learner.pushes_adapters:
+        raise WrongInput(
+            f"model.adapter: an adapter of experts needs learner.push=merged, {config.model.adapter} is one, and got "
+            "learner.push=adapter; set that, or give an adapter of other layers"
+        )
     open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
     followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})

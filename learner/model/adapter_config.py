@@ -13,7 +13,7 @@ from typing import Any, get_args
 from cluster.errors import WrongInput
 from cluster.reading import read_mapping
 from learner.config.load import why_not
-from learner.config.settings import LoraConfig
+from learner.config.settings import EXPERTS, LoraConfig
 from rollout.data.model_files import WEIGHTS_FILE, header, split
 from rollout.data.weight_names import SCORE
 
@@ -28,12 +28,13 @@ RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
 # Initialisations that leave the base as it is; pissa, olora, corda, loftq and others change it.
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 FREE = {
-    "r", "lora_alpha", "target_modules", "use_rslora",  # rslora: alpha / sqrt(r), in PEFT and vLLM
+    "r", "lora_alpha", "target_modules", "target_parameters", "use_rslora",  # rslora: alpha / sqrt(r), in PEFT and vLLM
     "exclude_modules",  # layers that have no adapter; the file's names are compared with the model's in any case
     "lora_dropout", "inference_mode",  # the learner has no dropout, and decides by itself which weights train
     "base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "eva_config",
     "megatron_core", "qalora_group_size",  # these two have an effect only with settings that are refused
 }  # fmt: skip
+PARAMETERS = ["experts.down_proj", "experts.gate_up_proj"]  # ends of the names of what EXPERTS stands for
 FIXED = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": INITIAL}
 
 
@@ -62,6 +63,13 @@ def read_adapter(folder: str, key: str) -> dict[str, Any]:
     content = read_content(folder, key)
     _check_plain(content, Path(folder) / CONFIG_FILE, key)
     return content
+
+
+def targets_of(content: Mapping[str, Any]) -> list[str]:
+    """Returns what the adapter of an adapter_config.json changes, sorted: the last parts of layers' names, and EXPERTS
+    if it has the experts' parameters. That they are those of PARAMETERS is checked before (read_adapter)."""
+    leaves = {str(name).rpartition(".")[2] for name in content["target_modules"] or ()}
+    return sorted(leaves | ({EXPERTS} if content.get("target_parameters") else set()))
 
 
 def read_scored(folder: str, key: str) -> dict[str, Any]:
@@ -133,7 +141,17 @@ def _why(name: str) -> str:
 def _check_kind(content: Mapping[str, Any], file: Path, key: str) -> None:
     if content.get("peft_type") != "LORA":
         raise WrongInput(f"{key}: peft_type of {file} must be 'LORA', got None; give a LoRA adapter")
-    targets = content.get("target_modules")
+    targets, parameters = content.get("target_modules"), content.get("target_parameters")
+    if parameters and (
+        not isinstance(parameters, list)
+        or sorted(".".join(str(name).split(".")[-2:]) for name in parameters) != PARAMETERS
+    ):
+        raise WrongInput(
+            f"{key}: target_parameters of {file} must be those of routed experts, {' and '.join(PARAMETERS)}, got "
+            f"{parameters!r:.200}; merge this one into its base (PEFT's merge_and_unload), or give another"
+        )
+    if parameters and not targets:
+        targets = [EXPERTS]
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
         raise WrongInput(
             f"{key}: target_modules of {file} must be a list of layers, got {targets!r}; write out their names"
@@ -149,8 +167,7 @@ def follow(lora: LoraConfig, folder: str) -> LoraConfig:
         WrongInput: training cannot start from the adapter, or it contradicts a field that is set.
     """
     content = read_adapter(folder, "model.adapter")
-    leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
-    found = {"rank": content.get("r"), "alpha": content.get("lora_alpha"), "targets": leaves}
+    found = {"rank": content.get("r"), "alpha": content.get("lora_alpha"), "targets": targets_of(content)}
     if found["rank"] not in RANKS:
         raise WrongInput(
             f"model.adapter: r of {folder} must be one of {', '.join(map(str, RANKS))}, got "
@@ -168,7 +185,7 @@ def check_same(lora: LoraConfig, content: Mapping[str, Any], folder: str, fields
         fields: the fields of `lora` to compare. Targets all-linear are compared later (learner.model.lora), when the
             model is there.
     """
-    leaves = sorted({name.rpartition(".")[2] for name in content["target_modules"]})
+    leaves = targets_of(content)
     wanted = lora.targets if lora.targets == "all-linear" else sorted({n.rpartition(".")[2] for n in lora.targets})
     rows = {
         "rank": ("r", lora.rank, content.get("r")),

@@ -1,5 +1,6 @@
-"""Replaces parts of a model by faster operations with the same result: LoRA layers (learner.model.lora) and RMSNorms
-everywhere, and on a GPU also SwiGLU MLPs and the rotary embedding. `fuse` is the entry.
+"""Replaces parts of a model by faster operations with the same result: LoRA layers (learner.model.lora), adapted
+experts (learner.model.experts) and RMSNorms everywhere, and on a GPU also SwiGLU MLPs and the rotary embedding. `fuse`
+is the entry.
 
 Which modules can be replaced is found by trying them on small tensors on the CPU, not by their names. A SwiGLU MLP is a
 module whose forward pass is down(silu(gate(x)) * up(x)); it is tried with small layers. The rotary embedding is a
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from learner.model.experts import group
 from learner.model.lora import fuse as fuse_lora
 
 # SwiGLU and the rotary embedding on a GPU: Liger's Triton kernels (2410.10989) with gradients.
@@ -225,6 +227,7 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 def fuse(lm: nn.Module, run: Callable[[], object], *, on_card: bool) -> None:
     """Replaces the parts of `lm` that can be replaced; other parts stay as they are. `run`: runs a forward pass."""
+    group(lm)
     fuse_lora(lm, run, on_card=on_card)
     fuse_frozen(lm, on_card=on_card)
 

@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from cluster.errors import WrongInput
 from learner.config import ModelConfig
-from learner.config.settings import LoraConfig
-from learner.model.adapter_config import check_same, read_adapter
+from learner.config.settings import EXPERTS, LoraConfig
+from learner.model.adapter_config import check_same, read_adapter, targets_of
 from learner.model.base import check_finite
+from learner.model.experts import expert_parameters
 from learner.model.logprob import decoder_of
 from learner.model.masters import difference
 from learner.model.quantised import QuantisedLinear
@@ -366,16 +367,19 @@ Wanted = Literal["all-linear"] | list[str]
 
 
 def lora_targets(lm: Any, wanted: Wanted) -> list[str]:
-    """Returns for PEFT the names of the layers to adapt, or the last parts of names. The model may be without weights.
+    """Returns the names of the layers to adapt, or the last parts of names. The model may be without weights.
 
     all-linear means every nn.Linear except the output embedding; in a model with experts it means the attention layers.
-    (PEFT's own all-linear also adapts experts and router, and gives fused experts twice the rank.)
+    (PEFT's own all-linear also adapts experts and router, and gives fused experts twice the rank.) EXPERTS is no layer
+    of PEFT's but stands for parameters (learner.model.experts).
 
     Raises:
         ValueError: a name is not that of a layer that can be adapted.
     """
     linear = linear_layers(lm)
     known = sorted({name.rpartition(".")[2] for name in linear})
+    if EXPERTS in wanted:
+        expert_parameters(lm)
     if has_experts(lm.config.to_dict()):
         return _attention(known, wanted)
     if wanted == "all-linear":
@@ -415,14 +419,14 @@ def _attention(known: list[str], wanted: Wanted) -> list[str]:
             f"{', '.join(known)}; give another architecture (docs/models.md)"
         )
     if wanted == "all-linear":
-        log.warning("learner.lora.targets: all-linear of a model with experts is its attention (%s): vLLM has no LoRA "
-                    "for experts on a CPU", ", ".join(there))  # fmt: skip
+        log.warning("learner.lora.targets: all-linear of a model with experts is its attention (%s); a list that also "
+                    "has %s adapts them, too, with learner.push=merged", ", ".join(there), EXPERTS)  # fmt: skip
         return there
     for target in wanted:
-        if target.rpartition(".")[2] not in there:
+        if target != EXPERTS and target.rpartition(".")[2] not in there:
             raise ValueError(
-                f"learner.lora.targets: of a model with experts only {', '.join(there)} are adapted, since vLLM has no "
-                f"LoRA for experts on a CPU, got {target!r}; leave it out"
+                f"learner.lora.targets: of a model with experts only {', '.join(there)} and {EXPERTS} are adapted, got "
+                f"{target!r}; leave it out"
             )
     return wanted
 
@@ -441,7 +445,7 @@ def attach(lm: Any, model: ModelConfig, lora: LoraConfig, seed: int) -> Any:
     if model.adapter is not None:
         content = read_adapter(model.adapter, "model.adapter")
         check_same(lora, content, model.adapter, LoraConfig.model_fields)
-        check_targets(lm, lora.targets, content["target_modules"], model.adapter)
+        check_targets(lm, lora.targets, targets_of(content), model.adapter)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # Policy.load reports missing weights
             warnings.filterwarnings("ignore", NONE_EXCLUDED)
@@ -519,7 +523,8 @@ def _fresh(lm: Any, lora: LoraConfig, seed: int) -> Any:
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=targets,
+        target_modules=[target for target in targets if target != EXPERTS],
+        target_parameters=expert_parameters(lm) if EXPERTS in targets else None,
         lora_dropout=0.0,
         bias="none",
         task_type=peft.TaskType.CAUSAL_LM,

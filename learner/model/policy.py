@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +34,7 @@ from learner.config.settings import LoraConfig
 from learner.model import packing_check
 from learner.model.adapter_config import base_of
 from learner.model.base import check_finite, head_of, load_base, text_prefix, to_eval
+from learner.model.experts import merged_experts
 from learner.model.fusion import fuse
 from learner.model.logprob import decoder_of, logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
@@ -51,17 +52,19 @@ from rollout.weights import Source
 #
 # Blocks without an adapter are not sent, since a generator has their weights from the model's files. A block (the
 # linear layers of one module, such as self_attn with q, k, v and o) is sent as a whole, biases included: vLLM fuses
-# some of its layers into one, and leaves undefined what is missing of a fused layer that is sent in part.
+# some of its layers into one, and leaves undefined what is missing of a fused layer that is sent in part. So are the
+# experts of a layer (learner.model.experts).
 
 
 def merged(lm: Any) -> dict[str, Source]:
-    """Returns the weights to send: the name in the checkpoint -> the source that computes the merged weight. The model
-    itself stays as it is.
+    """Returns the weights to send: the name by which vLLM loads it -> the source that computes the merged weight. The
+    model itself stays as it is.
 
     Raises ValueError for an adapter on layers that are not nn.Linear.
     """
     blocks = {name.rpartition(".")[0] for name, module in lm.named_modules() if _is_adapted(module)}
-    return {f"{block}.{name}": source for block in sorted(blocks) for name, source in _block(lm.get_submodule(block))}
+    dense = {f"{block}.{name}": source for block in sorted(blocks) for name, source in _block(lm.get_submodule(block))}
+    return dense | dict(merged_experts(lm, POLICY))
 
 
 def _block(block: nn.Module) -> Iterator[tuple[str, Source]]:
@@ -79,8 +82,9 @@ def _block(block: nn.Module) -> Iterator[tuple[str, Source]]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether the policy's adapter is on this layer; adapters of other roles may be on further layers."""
-    return isinstance(module, LoraLayer) and POLICY in module.scaling
+    """Whether the policy's adapter is on this layer; adapters of other roles may be on further layers. Experts are no
+    layer (learner.model.experts)."""
+    return isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper) and POLICY in module.scaling
 
 
 def _merge(layer: Any, place: Tensor) -> None:

@@ -157,6 +157,9 @@ def _settings(wrapped: Any, role: ScoredRole) -> peft.LoraConfig:
         read_scored(role.folder, role.key)
         settings = peft.LoraConfig.from_pretrained(role.folder)
     settings = without_head(settings)
+    if settings.target_parameters:  # the same experts may have been named by longer names, which PEFT takes for others
+        others = (one.target_parameters for one in wrapped.peft_config.values() if one.target_parameters)
+        settings.target_parameters = next(others, settings.target_parameters)
     settings.inference_mode, settings.lora_dropout, settings.init_lora_weights = False, 0.0, True
     return settings
 

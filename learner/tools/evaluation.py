@@ -39,6 +39,7 @@ from learner.driver.input_checks import (
     check_environment,
     check_rewards,
     check_served,
+    check_unmerged,
     load_chat,
 )
 from learner.driver.launch import CLOSE_S
@@ -266,6 +267,7 @@ def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
         return Weights.unchanged(0)
     check_served(adapter, "--adapter", base)
     folder = served(Path(adapter))
+    check_unmerged(folder, "--adapter")
     return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
 
 

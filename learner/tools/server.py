@@ -19,7 +19,7 @@ from cluster.errors import WrongInput
 from cluster.files import writing
 from learner.config import RunConfig, load
 from learner.driver.checkpoint import ADAPTER, learned_in
-from learner.driver.input_checks import check_served
+from learner.driver.input_checks import check_served, check_unmerged
 from learner.model.adapter_config import CONFIG_FILE, MODEL, read_content, served
 from learner.tools.served_stops import MOST, VARIABLE, TrainingStops
 from rollout.architecture import has_experts, other_inputs, text_of
@@ -231,26 +231,15 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
     name = learned.parent.name
     if learned.name == MODEL:
         return ["--model", str(learned), "--served-model-name", name]
-    if _on_cpu() and _with_experts(config.model.source):
+    content = _config_of(config.model.source)
+    if _on_cpu() and (why := _not_on_cpu(config, content)):
         raise WrongInput(
-            f"RUN: on a CPU vLLM serves no adapter of a model with experts, and {config.model.path} has them; merge it "
-            f"(gleaner export {learned.parent} OUT), then python -m vllm.entrypoints.openai.api_server --model OUT"
-        )
-    if _on_cpu() and _quantised(config.model.source):
-        raise WrongInput(
-            f"RUN: the weights of {config.model.path} are quantised, and vLLM's server lacks what the generators of a "
-            f"run add for such weights on a CPU; merge it (gleaner export {learned.parent} OUT), then python -m "
+            f"RUN: on a CPU {why}; merge the adapter (gleaner export {learned.parent} OUT), then python -m "
             "vllm.entrypoints.openai.api_server --model OUT"
         )
+    check_unmerged(served(learned), "RUN")
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
-    if other_inputs(read_json(config.model.source, CONFIG)):
-        if _on_cpu() and find_spec("torchvision") is None:
-            raise WrongInput(
-                f"RUN: on a CPU vLLM serves {config.model.path}, which takes more than text, only beside torchvision; "
-                "install its CPU build (pip install torchvision --index-url https://download.pytorch.org/whl/cpu), "
-                f"or merge the adapter (gleaner export {learned.parent} OUT), then python -m "
-                "vllm.entrypoints.openai.api_server --model OUT"
-            )
+    if other_inputs(content):
         arguments += ["--language-model-only"]  # the adapter has the names of the whole checkpoint
     if (revision := config.model.revision) is not None:
         arguments += ["--revision", revision, "--tokenizer-revision", revision]
@@ -272,18 +261,30 @@ def _targets(adapter: Path) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _quantised(model: str) -> bool:
+def _config_of(model: str) -> dict[str, Any]:
+    """Returns the content of the model's config.json; {} if it cannot be read, which vLLM will report."""
     try:
-        return format_of(read_json(model, CONFIG), model) is not None
-    except WrongInput:  # the model cannot be read, which vLLM will report
-        return False
+        return read_json(model, CONFIG)
+    except WrongInput:
+        return {}
 
 
-def _with_experts(model: str) -> bool:
-    try:
-        return has_experts(read_json(model, CONFIG))
-    except WrongInput:  # the model cannot be read, which vLLM will report
-        return False
+def _not_on_cpu(config: RunConfig, content: Mapping[str, Any]) -> str:
+    """Returns why vLLM's server cannot serve the adapter beside its base on a CPU; "" if it can."""
+    path = config.model.path
+    if has_experts(content):
+        return f"vLLM serves no adapter of a model with experts, and {path} has them"
+    if format_of(content, path) is not None:
+        return (
+            f"vLLM's server lacks what the generators of a run add for quantised weights, and those of {path} are "
+            "quantised"
+        )
+    if other_inputs(content) and find_spec("torchvision") is None:
+        return (
+            f"vLLM serves {path}, which takes more than text, only beside torchvision: install its CPU build (pip "
+            "install torchvision --index-url https://download.pytorch.org/whl/cpu)"
+        )
+    return ""
 
 
 def _on_cpu() -> bool:

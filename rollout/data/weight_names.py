@@ -43,6 +43,7 @@ WITHOUT_BIAS = ("mistral", "qwen2")  # model types whose classes do not read att
 ROTATIONS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)rotary_emb\.original_inv_freq$")
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")  # [1, 1, L, L] or a number
 HALF = re.compile(r"(.*\.lora_(?:embedding_)?)([AB])(|\.weight)")  # A or B of a LoRA pair
+EXPERTS_PAIR = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.")  # PEFT's names of an adapter of fused experts
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # layers for multi-token prediction
 
@@ -123,7 +124,7 @@ def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str
             f"{key}: {folder} lacks {counted(lacking)} beside which the other half of a pair is there, first "
             f"{lacking[0]}; save the adapter again"
         )
-    wrong = [name for name, one in halves.items() if stored[name].shape[(at := "AB".index(one[2])) : at + 1] != (rank,)]
+    wrong = [name for name, half in halves.items() if not _has_rank(name, half[2], stored[name].shape, rank)]
     if wrong:
         name = min(wrong, key=_in_order)
         found.append(
@@ -131,6 +132,13 @@ def _unpaired(content: Mapping[str, Any], stored: Mapping[str, Stored], key: str
             f"got the shape {list(stored[name].shape)}; give weights and adapter_config.json of one adapter"
         )
     return found
+
+
+def _has_rank(name: str, half: str, shape: tuple[int, ...], rank: int) -> bool:
+    """Whether A or B (`half`) of a LoRA pair has this rank. In an adapter of fused experts it is the number of experts
+    times the rank."""
+    found = shape[(at := "AB".index(half)) : at + 1]
+    return found == (rank,) or (EXPERTS_PAIR.search(name) is not None and found > (0,) and found[0] % rank == 0)
 
 
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollout.vllm.experts import renew_packed_experts
 from rollout.vllm.gated_delta import install_float32_gated_delta
 
 # AMX, the matrix instructions of newer Intel CPUs.
@@ -133,7 +134,7 @@ def serve_experts() -> None:
     """Lets every engine of this process compute mixtures of experts on a CPU with LoRA enabled.
 
     With LoRA vLLM chooses its Triton kernels for experts, which a CPU lacks, whether experts have adapters or not.
-    gleaner puts none on experts (rollout.architecture), so vLLM's kernels for a CPU are right.
+    gleaner sends it none for experts (learner.push), so vLLM's kernels for a CPU are right.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
@@ -506,6 +507,7 @@ def prepare_cpu_process() -> None:
     ask_for_amx()
     install_fast_cpu_lora()
     serve_experts()
+    renew_packed_experts()
     serve_four_bits()
     install_cpu_norm()
     install_cpu_sampling()

@@ -24,6 +24,7 @@ from cluster.telemetry import peak_memory
 from rollout.types import Held
 from rollout.vllm.convert import Resident
 from rollout.vllm.cpu import forget_packed
+from rollout.vllm.experts import Expert, expert_of
 from rollout.weights import columns_of, columns_read, digests_of
 
 # A model spread over several worker processes, each with a device of its own: vLLM's tensor parallelism.
@@ -351,10 +352,13 @@ def _weights(worker: Any, newest: Resident) -> Held:
     return Held(tensors, tuple(key for key, place in found.items() if place is None))
 
 
-def _find(model: Any, modules: dict[str, Any], key: str) -> Place | None:
+def _find(model: Any, modules: dict[str, Any], key: str) -> Place | Expert | None:
     """Where a weight of the checkpoint is; None if it is not known."""
     renames = _renames(model)
-    path, _, kind = (renames.apply_list([key])[0] if renames else key).rpartition(".")
+    name: str = renames.apply_list([key])[0] if renames else key
+    if (expert := expert_of(modules, name)) is not None:
+        return expert
+    path, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None
     if path in modules:
@@ -367,7 +371,10 @@ def _find(model: Any, modules: dict[str, Any], key: str) -> Place | None:
     return None
 
 
-def _values(model: Any, key: str, place: Place, version: int) -> Named:
+def _values(model: Any, key: str, place: Place | Expert, version: int) -> Named:
+    if isinstance(place, Expert):
+        yield key, place.read(version)
+        return
     module, weight = place.module, place.module.weight
     if key.endswith(".bias"):
         yield key, place.bias()

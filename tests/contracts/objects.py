@@ -13,6 +13,7 @@ PLAIN: tuple[str, ...] = ()
 # On CUDA vLLM takes its second model runner where it can, on a CPU the first.
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
 _FOUND = "vllm.entrypoints.generate.base.protocol"  # of what a tool parser finds
+_MOE, _METHOD = "vllm.model_executor.layers.fused_moe", "UnquantizedFusedMoEMethod"
 _QUANT_STATE = "bitsandbytes.functional.QuantState"
 _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
 
@@ -74,6 +75,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("packed", "zeros"), ("vllm.model_executor.parameter.PackedvLLMParameter",)),
         "scales": ("vllm.model_executor.parameter.GroupQuantScaleParameter",),
         **dict.fromkeys(("numbers", "steps", "middle", "grouped", "layer", "unpack", "scales.data"), PLAIN),
+    },
+    "rollout/vllm/experts.py": {
+        **dict.fromkeys(("method", "self", "layer.quant_method"), (f"{_MOE}.unquantized_fused_moe_method.{_METHOD}",)),
+        "self.moe_kernel": (f"{_MOE}.modular_kernel.FusedMoEKernel",),
+        **dict.fromkeys(
+            ("kernel", "self.moe_kernel.fused_experts"), (f"{_MOE}.experts.cpu_moe.CPUUnquantizedExperts",)
+        ),
+        "layer": (f"{_MOE}.routed_experts.RoutedExperts",),
+        "layer.moe_config": (f"{_MOE}.config.FusedMoEConfig",),
+        "layer.moe_config.moe_parallel_config": (f"{_MOE}.config.FusedMoEParallelConfig",),
+        **dict.fromkeys(("upstream", "weight", "places", "layer.w13_weight", "layer.w2_weight"), PLAIN),
     },
     "rollout/vllm/structured.py": {
         "vllm_config": ("vllm.config.VllmConfig",),
@@ -163,6 +175,7 @@ MADE_BY_NAME = {
     "vllm.model_executor.layers.linear.LinearBase": {"weight", "bias", "cpu_linear"},
     "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead": {"weight", "cpu_linear"},
     "vllm.model_executor.models.llama.LlamaForCausalLM": {"named_modules", "named_parameters"},
+    f"{_MOE}.routed_experts.RoutedExperts": {"w13_weight", "w2_weight"},
 }
 
 # What our code uses only where it is there, and the versions in which it is.

@@ -19,7 +19,13 @@ from learner.config import RunConfig
 from learner.config.load import absolute
 from learner.driver import preflight
 from learner.driver.identity import FILE, Fingerprints, check_allowed, check_same_run, fingerprints_of
-from learner.driver.input_checks import check_data_prompts, check_environment, check_environment_column, check_prompts
+from learner.driver.input_checks import (
+    check_data_prompts,
+    check_environment,
+    check_environment_column,
+    check_prompts,
+    follow_adapter,
+)
 from rollout.data.chat import Chat
 from rollout.schema import Problem
 from tests.learner.driver.test_preflight import check, config, model
@@ -40,6 +46,20 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 '''
+
+
+def test_an_adapter_of_experts_is_gone_on_with_in_a_run_that_pushes_merged_weights(tmp_path: Path) -> None:
+    content = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    (tmp_path / "adapter_model.safetensors").touch()
+    model = {"path": MODEL, "dtype": "float32", "adapter": str(tmp_path)}
+    with pytest.raises(WrongInput, match=r"^model.adapter: an adapter of experts needs learner.push=merged, .*; set"):
+        follow_adapter(configure(model=model))
+    followed, _ = follow_adapter(configure(model=model, learner={"push": "merged"}))
+    assert followed.learner.lora.targets == ["experts", "q_proj"]
 
 
 def env_config(env: dict[str, Any], **rollout: Any) -> RunConfig:

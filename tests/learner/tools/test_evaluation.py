@@ -20,8 +20,10 @@ from rich.console import Console
 
 from cluster.actor import Local, Unusable
 from cluster.config import Deadlines
+from cluster.errors import WrongInput
 from learner.config import RunConfig, roles
 from learner.driver.evaluate import generate
+from learner.model.export import export
 from learner.tools.cli import main
 from learner.tools.eval_command import EvalProgress
 from learner.tools.evaluation import (
@@ -35,6 +37,7 @@ from learner.tools.evaluation import (
     majority,
     metrics_of,
     pass_at_k,
+    policy_of,
     powers_to,
     said_in,
     summary,
@@ -43,6 +46,7 @@ from learner.tools.evaluation import (
 from rollout.fakes import FakeEngine, FakeWorker, make_group, make_problem
 from rollout.schema import Problem, groups_of
 from rollout.types import Sampling, Weights
+from tests.learner.model import test_experts as experts
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -324,3 +328,10 @@ def test_an_evaluation_that_fails_before_it_begins_has_no_bar() -> None:
     with pytest.raises(ValueError, match="no room"), EvalProgress(Console(file=said, force_terminal=True)):
         raise ValueError("no room")
     assert said.getvalue() == ""
+
+
+def test_adapted_experts_are_evaluated_merged(tmp_path: Path) -> None:
+    path = experts.saved("qwen3_moe", tmp_path / "model")
+    export(experts.policy_of(path), tmp_path / "adapter", path)
+    with pytest.raises(WrongInput, match=r"^--adapter: must leave the experts as they are, .* merge it "):
+        policy_of(str(tmp_path / "adapter"), path)

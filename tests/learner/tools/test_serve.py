@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.errors import WrongInput
 from examples.random_families import make_family
+from learner.tools import server
 from learner.tools.served_stops import TrainingStops
 from learner.tools.server import serve, server_of
 from tests.quantised_checkpoints import make_quantised
@@ -54,7 +55,9 @@ def write_adapter(folder: Path, targets: list[str]) -> None:
 def test_an_adapter_of_a_model_with_experts_is_for_a_card(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
-    with pytest.raises(WrongInput, match=f"RUN: on a CPU .* merge it .gleaner export {run} OUT., then python -m vllm"):
+    with pytest.raises(
+        WrongInput, match=f"RUN: on a CPU .* has them; merge the adapter .gleaner export {run} OUT., then python"
+    ):
         server_of(run, "127.0.0.1", 1, [])
 
 
@@ -63,8 +66,18 @@ def test_an_adapter_of_a_quantised_model_is_for_a_card(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", str(tmp_path / "base"))
     write_adapter(run / "adapter", ["q_proj"])
     with pytest.raises(
-        WrongInput, match=f"are quantised, .* on a CPU; merge it .gleaner export {run} OUT., then python"
+        WrongInput, match=f"RUN: on a CPU .* are quantised; merge the adapter .gleaner export {run} OUT., then python"
     ):
+        server_of(run, "127.0.0.1", 1, [])
+
+
+def test_adapted_experts_are_served_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
+    write_adapter(run / "adapter", ["q_proj"])
+    content = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(content))
+    monkeypatch.setattr(server, "_on_cpu", lambda: False)
+    with pytest.raises(WrongInput, match="^RUN: must leave the experts as they are, .* adapts them; merge it "):
         server_of(run, "127.0.0.1", 1, [])
 
 

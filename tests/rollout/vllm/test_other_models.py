@@ -5,6 +5,7 @@ the folder's engines, see conftest.py."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,19 @@ from examples.random_towers import CHECKPOINTS, make_checkpoint
 from learner.model.export import update_of
 from learner.model.logprob import token_logprobs
 from learner.trainer.trainer import held_of
-from rollout.types import Adapter, Sampling
+from rollout.types import Adapter, Sampling, Weights
 from rollout.vllm.engine import VllmEngine
+from tests.learner.model.test_experts import policy_of, saved
 from tests.learner.model.test_export import adapted
 from tests.learner.model.test_packing_check import random_adapter
 from tests.learner.model.test_policy import make_policy
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats; measured 2e-6
+TURNED = {
+    "qwen3_moe": "model.layers.1.mlp.experts.3.down_proj.weight",
+    "gpt_oss": "model.layers.1.mlp.experts.3.down_proj",
+}
 ATTENTION = {"qkv_proj", "o_proj"}
 LAYERS = {  # as vLLM fuses them
     "qwen3_moe": ATTENTION,
@@ -57,6 +63,49 @@ def test_sampler_and_learner_are_one_policy(name: str, tmp_path: Path) -> None:
         sampled = torch.from_numpy(completion.logprobs)
         assert float((own[len(PROMPT) - 1 :] - sampled).abs().max()) < TOLERANCE
         assert float((base[len(PROMPT) - 1 :] - sampled).abs().max()) > 0.1  # the adapter is in force
+    run(engine.close())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.long)])
+def test_merged_experts_arrive_and_are_read_back(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, since vLLM by itself packs experts on the first load only. Those of qwen3_moe are padded when packed."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    path = saved(kind, tmp_path / "model")
+    policy, engine = policy_of(path), VllmEngine(settings(tmp_path / "model", max_lora_rank=0))
+    for version in (0, 1):
+        with torch.no_grad():
+            for weight in policy.masters.values():
+                weight.mul_(-0.5)
+        policy.sync()
+        update = update_of(policy, version, merged=True)
+        assert isinstance(update, Weights)
+        assert run(engine.load_weights(update)) == update.digest
+        held, wanted = run(engine.held()), held_of(policy, version, merged=True)
+        assert held == wanted
+        assert not held.unread
+        for completion in run(engine.generate(PROMPT, Sampling(n=2, max_tokens=24, seed=0))):
+            ids = torch.tensor(PROMPT + completion.token_ids.tolist())
+            with torch.no_grad():
+                states = policy.hidden(ids[None, :-1])
+            own = token_logprobs(states, policy.head, ids[1:], 1.0, logits=policy.logits)[len(PROMPT) - 1 :]
+            assert float((own - torch.from_numpy(completion.logprobs)).abs().max()) < TOLERANCE
+
+    def turn_one(worker: Any) -> None:
+        layers = dict(worker.model_runner.get_model().named_modules())
+        layers["model.layers.1.mlp.experts.routed_experts"].w2_weight[3].neg_()
+
+    engine._thread._turns.engine.collective_rpc(turn_one)
+    found = run(engine.held()).tensors
+    assert [name for name in wanted.tensors if found[name] != wanted.tensors[name]] == [TURNED[kind]]
+    if kind == "gpt_oss":  # in which nothing is padded, so that weights in the wrong order load without an error
+        upstream = vars(UnquantizedFusedMoEMethod.process_weights_after_loading)["__wrapped__"]
+        monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", upstream)
+        run(engine.load_weights(Weights.build(2, update.payload)))
+        wanted = held_of(policy, 2, merged=True)
+        wrong = {name for name, digest in run(engine.held()).tensors.items() if digest != wanted.tensors[name]}
+        assert len(wrong) == 2 * 4 * 2  # both tensors of four experts in two layers
+        assert all(".experts." in name and not name.endswith("_bias") for name in wrong)
     run(engine.close())
 
 

@@ -1,0 +1,120 @@
+"""Experts on vLLM's CPU build: renews its packed copy of their weights when whole weights are loaded again, and reads
+the copy back.
+
+This was read in vLLM 0.32 (layers/fused_moe: unquantized_fused_moe_method.py, routed_experts.py, experts/cpu_moe.py;
+model_loader/reload). RoutedExperts holds a layer's experts in w13_weight [E, 2I, H], gate above up, and w2_weight
+[E, H, I]. For a CPU both are padded to a multiple of 32 in I and brought into the order of the kernel, in place of the
+weights, when they are loaded for the first time. A later load computes with the weights as they come, in the wrong
+order: 5 nats in a tiny Qwen3-MoE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.weights import columns_of
+
+
+def renew_packed_experts() -> None:
+    """Has every engine of this process pack the weights of experts after each load, and not after the first alone."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    method: Any = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    upstream = method.process_weights_after_loading
+    if hasattr(upstream, "gleaner"):
+        return
+
+    @wraps(upstream)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        again = self.moe_kernel is not None
+        upstream(self, layer)
+        if again:
+            # The layer's tensors are fresh ones here; vLLM copies them into those that the kernel computes with.
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    process_weights_after_loading.gleaner = True  # type: ignore[attr-defined]
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+ONE = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")  # a tensor of one expert, under the checkpoint's or vLLM's own name
+
+
+class Expert(NamedTuple):
+    """Where a tensor of one expert of the checkpoint is.
+
+    weight: w13_weight or w2_weight, packed, or a bias, of all experts. rows: those of it that the checkpoint's tensor
+    is. transposed: whether the checkpoint has them as columns. columns: how many of a row's numbers the checkpoint has;
+    the others are padding. isa: name of the kernel that the weight is packed for.
+    """
+
+    weight: Tensor
+    expert: int
+    rows: slice
+    columns: int
+    transposed: bool
+    isa: str
+
+    def read(self, version: int) -> Tensor:
+        """What rollout.weights.read_of makes of the checkpoint's tensor, here of the packed one."""
+        if self.weight.dim() == 2:
+            return self.weight[self.expert, self.rows]
+        _, height, width = self.weight.shape
+        places = _places(height, width, self.weight.dtype, self.isa).view(height, width)[self.rows, : self.columns]
+        places = places.t() if self.transposed else places
+        chosen = places[:, columns_of(version, places.shape[1])]
+        return self.weight[self.expert].flatten()[chosen.long()] + 0.0  # as columns_read: no -0.0
+
+
+def expert_of(modules: Mapping[str, Any], name: str) -> Expert | None:
+    """Where a tensor of the checkpoint is, if it is one expert's; None if it is not, or not known.
+
+    name: the tensor's name as vLLM's mapper renames it.
+    """
+    found = ONE.fullmatch(name)
+    layer = modules.get(f"{found[1]}.routed_experts") if found else None
+    if found is None or layer is None or layer.moe_config.moe_parallel_config.tp_size > 1:
+        return None
+    kernel: Any = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+    if not hasattr(kernel, "isa") or kernel._use_zentorch:
+        return None
+    size = layer.moe_config.intermediate_size_per_partition
+    padded, hidden = layer.w2_weight.shape[2], layer.w2_weight.shape[1]
+    gate, up, down = (slice(0, size), slice(padded, padded + size), slice(0, hidden))
+    known = {
+        f"{layer.ckpt_gate_proj_name}.weight": (layer.w13_weight, gate, hidden, False),
+        f"{layer.ckpt_up_proj_name}.weight": (layer.w13_weight, up, hidden, False),
+        f"{layer.ckpt_down_proj_name}.weight": (layer.w2_weight, down, size, False),
+        # vLLM's names in gpt-oss, whose checkpoint has [in, out], and gate and up in alternate columns
+        "w13_weight": (layer.w13_weight, slice(0, 2 * size), hidden, True),
+        "w2_weight": (layer.w2_weight, down, size, True),
+        "w13_bias": (getattr(layer, "w13_bias", None), slice(0, 2 * size), 0, False),
+        "w2_bias": (getattr(layer, "w2_bias", None), down, 0, False),
+    }
+    weight, rows, columns, transposed = known.get(found[3], (None, down, 0, False))
+    if weight is None:
+        return None
+    return Expert(weight, int(found[2]), rows, columns, transposed, kernel.isa)
+
+
+@lru_cache(maxsize=4)  # a model has two shapes
+def _places(height: int, width: int, dtype: torch.dtype, isa: str) -> Tensor:
+    """[height * width] int32: at which place of the packed matrix each number of a matrix is.
+
+    The kernel's own packing is asked, by packing the numbers' places. Four digits below 256 are exact in every dtype.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    own = torch.arange(height * width, dtype=torch.int32)
+    there = torch.zeros(height * width, dtype=torch.int64)
+    for shift in (0, 8, 16, 24):
+        digit = ((own >> shift) & 255).to(dtype).view(1, height, width)
+        there += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
+    places = torch.empty_like(own)
+    places[there] = own
+    return places
