@@ -72,8 +72,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "kernel": ("vllm.model_executor.kernels.linear.mixed_precision.cpu.CPUWNA16LinearKernel",),
         "kernel.config": ("vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel.MPLinearLayerConfig",),
         **dict.fromkeys(("kind", "kernel.config.weight_type"), ("vllm.scalar_type.ScalarType",)),
-        **dict.fromkeys(("packed", "zeros"), ("vllm.model_executor.parameter.PackedvLLMParameter",)),
-        "scales": ("vllm.model_executor.parameter.GroupQuantScaleParameter",),
+        **dict.fromkeys(("packed", "zeros", "scales"), PLAIN),  # parameters, whose order vLLM sets as attributes
         **dict.fromkeys(("numbers", "steps", "middle", "grouped", "layer", "unpack", "scales.data"), PLAIN),
     },
     "rollout/vllm/experts.py": {
