@@ -77,10 +77,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rollout/vllm/experts.py": {
         **dict.fromkeys(("method", "self", "layer.quant_method"), (f"{_MOE}.unquantized_fused_moe_method.{_METHOD}",)),
-        "self.moe_kernel": (f"{_MOE}.modular_kernel.FusedMoEKernel",),
-        **dict.fromkeys(
-            ("kernel", "self.moe_kernel.fused_experts"), (f"{_MOE}.experts.cpu_moe.CPUUnquantizedExperts",)
-        ),
+        "kernel": (f"{_MOE}.experts.cpu_moe.CPUUnquantizedExperts",),
         "layer": (f"{_MOE}.routed_experts.RoutedExperts",),
         "layer.moe_config": (f"{_MOE}.config.FusedMoEConfig",),
         "layer.moe_config.moe_parallel_config": (f"{_MOE}.config.FusedMoEParallelConfig",),
