@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from inspect import unwrap
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -69,6 +70,15 @@ def carry_states(layers: Sequence[nn.Module], by: str = TORCH) -> None:
     for layer in layers:
         # The method is replaced on the instance, so that no name of a module or weight changes.
         layer.forward = MethodType(forwards[type(layer)], layer)
+
+
+def carry_as(lm: nn.Module, tried: nn.Module) -> None:
+    """Lets the layers of `lm` compute packed rows as those of `tried` do, a model of the same classes; also if those do
+    not."""
+    layers, others = (chain.from_iterable(recurrent_layers(model).values()) for model in (lm, tried))
+    for layer, other in zip(layers, others, strict=True):
+        if (forward := vars(other).get("forward")) is not None:
+            layer.forward = MethodType(forward.__func__, layer)
 
 
 def forget_layouts(layers: Sequence[nn.Module]) -> None:

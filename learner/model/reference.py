@@ -20,6 +20,7 @@ from learner.config import ModelConfig
 from learner.model.adapter_config import check_reference
 from learner.model.base import load_base, to_eval
 from learner.model.fusion import fuse_frozen
+from learner.model.recurrence import carry_as
 
 LEVELS = 127
 
@@ -150,6 +151,7 @@ class ShardedReference:
         to_eval(self._frozen)
         fuse_frozen(self._frozen, on_card=device.type == "cuda")
         self._frozen.set_attn_implementation(lm.config._attn_implementation)
+        carry_as(self._frozen, lm)
 
     @contextmanager
     def acting(self) -> Iterator[None]:

@@ -298,6 +298,29 @@ def test_only_the_layers_of_this_model_change(tmp_path: Path) -> None:
     assert not any("forward" in vars(module) for module in other.modules())
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_reference_of_its_own_computes_packed_rows_as_the_policy_does(packed: bool, tmp_path: Path) -> None:
+    """The reference of a model in shards is a second model."""
+    path = save_slow("qwen3_5", tmp_path)
+    policy = make_policy(path)
+    if not packed:
+        recurrence.forget_layouts(recurrent_layers(policy._lm)["linear_attention"])
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    other.set_attn_implementation(policy._lm.config._attn_implementation)
+    recurrence.carry_as(other, policy._lm)
+    rows = make_rows()
+    every = np.ones(len(rows.lengths))
+    (batch,) = micro_batches(rows, np.ones(len(rows.completions)), every, every > 0, 10_000, packed=True)
+    told = {"position_ids": batch.positions, "packed_layout": batch.layout, "seq_idx": batch.layout}
+    with torch.no_grad():
+        found = other.base_model(input_ids=batch.ids, use_cache=False, **told).last_hidden_state[0]
+        (apart,) = micro_batches(rows, np.ones(len(rows.completions)), every, every > 0, 10_000, packed=False)
+        wanted = other.base_model(input_ids=apart.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    order, own = (one.places.argsort() for one in (batch, apart))
+    same = torch.allclose(found[batch.index][order], wanted[apart.index][own], atol=1e-4)
+    assert same is packed
+
+
 @pytest.mark.parametrize("fault", ["ignores the state", "fails"])
 def test_a_faulty_kernel_of_a_package_gives_way_to_torch(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
