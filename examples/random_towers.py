@@ -134,7 +134,8 @@ def make_checkpoint(path: Path, name: str, *, seed: int = 0) -> Path:
     config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, **others)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = CLASSES[type(config)](config).float()
+        model_class: Any = CLASSES[type(config)]
+        model = model_class(config).float()
         with torch.no_grad():
             for key, weight in model.named_parameters():
                 if weight.dim() == 1:

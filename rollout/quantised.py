@@ -8,7 +8,7 @@
 | FP8 | fp8, or compressed-tensors, float-quantized | weight float8_e4m3fn, and a scale for each row or block |
 | MXFP4 | mxfp4 (gpt-oss) | blocks [experts, out, in/32, 16] uint8, scales [experts, out, in/32] uint8 |
 
-learner.model.quantised computes weights from these tensors. vLLM reads the same files.
+learner.model.bases.quantised computes weights from these tensors. vLLM reads the same files.
 """
 
 import math

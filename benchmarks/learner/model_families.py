@@ -113,8 +113,8 @@ def equal(folder: str, dtype: Any) -> dict[str, Any]:
     from cluster.errors import WrongInput
     from learner.config import ModelConfig
     from learner.config.settings import LoraConfig
+    from learner.model.bases.shared import MappedBase
     from learner.model.policy import Policy
-    from learner.model.shared_base import MappedBase
     from rollout.engine import EngineSettings
     from rollout.types import Manifest
     from rollout.vllm.engine import VllmEngine

@@ -23,9 +23,9 @@ from transformers.utils.hub import cached_file
 from cluster.errors import WrongInput
 from cluster.reading import read_mapping
 from learner.config import ModelConfig
+from learner.model.bases.quantised import fill, with_layers
+from learner.model.bases.shared import MappedBase
 from learner.model.logprob import decoder_of
-from learner.model.quantised import fill, with_layers
-from learner.model.shared_base import MappedBase
 from rollout.architecture import check_architecture, other_inputs
 from rollout.data.model_files import (
     CONFIG,
@@ -155,7 +155,7 @@ def load_base(
     if mapped is not None:
         lm = mapped.model(config, dtype, quantization, **options)
     elif sharded:
-        from learner.model.sharded_base import sharded_base  # imported here: slow, and few runs use it
+        from learner.model.bases.sharded import sharded_base  # imported here: slow, and few runs use it
 
         lm = sharded_base(model, config, device, trained=trained and not lora, key=key, **options)
     elif packed is not None:
@@ -173,7 +173,7 @@ def load_base(
 def _packed_base(
     model: ModelConfig, config: Any, packed: Format, device: torch.device, key: str, **options: Any
 ) -> Any:
-    """Loads a quantised checkpoint (learner.model.quantised)."""
+    """Loads a quantised checkpoint (learner.model.bases.quantised)."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
         lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -75,7 +75,7 @@ GATHERED = "gathered"  # name of the method that a sharded head gets
 def with_head(
     lm: Any, operation: Callable[Concatenate[Tensor, Tensor, P], T], hidden: Tensor, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Returns operation(hidden, head, ...) with the head [V, H]. With a sharded base (learner.model.sharded_base) the
+    """Returns operation(hidden, head, ...) with the head [V, H]. With a sharded base (learner.model.bases.sharded) the
     head is gathered for the operation, and if it is trained once more for the backward pass; both are collective."""
     module = lm.get_output_embeddings()
     gathered = getattr(module, GATHERED, None)

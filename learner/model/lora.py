@@ -24,10 +24,10 @@ from learner.config import ModelConfig
 from learner.config.settings import EXPERTS, LoraConfig
 from learner.model.adapter_config import check_same, read_adapter, targets_of
 from learner.model.base import check_finite
+from learner.model.bases.quantised import QuantisedLinear
 from learner.model.experts import expert_parameters
 from learner.model.logprob import decoder_of
 from learner.model.masters import difference
-from learner.model.quantised import QuantisedLinear
 from rollout.architecture import ATTENTION, has_experts
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.text_part import NAMES, text_adapter

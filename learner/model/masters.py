@@ -1,7 +1,7 @@
 """The trained weights of one optimizer: float32 masters, and the copies that the model computes with
 (learner.model.policy says why).
 
-With a float32 model both are the same tensors. The master of a sharded weight (learner.model.sharded_base) is this
+With a float32 model both are the same tensors. The master of a sharded weight (learner.model.bases.sharded) is this
 rank's rows, in the model's own memory; FSDP2 sums its gradients over micro-batches and ranks, and makes the copy that
 the model computes with.
 """

@@ -34,6 +34,7 @@ from learner.config.settings import LoraConfig
 from learner.model import packing_check
 from learner.model.adapter_config import base_of
 from learner.model.base import check_finite, head_of, load_base, text_prefix, to_eval
+from learner.model.bases.shared import MappedBase
 from learner.model.experts import merged_experts
 from learner.model.fusion import fuse
 from learner.model.logprob import decoder_of, logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
@@ -42,7 +43,6 @@ from learner.model.masters import Masters
 from learner.model.packing_check import check_head
 from learner.model.reference import Reference, ShardedReference
 from learner.model.roles import REWARD, ScoredAdapter, ScoredRole
-from learner.model.shared_base import MappedBase
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.text_part import text_adapter
 from rollout.weights import Source

@@ -138,7 +138,7 @@ class ShardedReference:
 
     Raises:
         WrongInput: model.reference is not of the architecture of model.path.
-        ValueError, WrongInput: its files cannot be read in parts, or at all (learner.model.sharded_base).
+        ValueError, WrongInput: its files cannot be read in parts, or at all (learner.model.bases.sharded).
     """
 
     def __init__(self, lm: Any, model: ModelConfig, device: torch.device) -> None:

@@ -20,11 +20,11 @@ from cluster.errors import WrongInput
 from learner.config import ModelConfig, RunConfig
 from learner.model.adapter_config import HEAD, NOTE
 from learner.model.base import head_of, load_base
+from learner.model.bases.quantised import wrong_layers
+from learner.model.bases.shared import no_views, refusal
 from learner.model.logprob import logits_of
 from learner.model.lora import POLICY, attach
-from learner.model.quantised import wrong_layers
 from learner.model.roles import without_head
-from learner.model.shared_base import no_views, refusal
 from rewards.config import adapters_of
 from rollout.data.model_files import CONFIG, adapter_weights, model_weights, read_json
 from rollout.data.weight_names import adapter_misfits, transformers_misfits
@@ -87,7 +87,7 @@ def _weights(lm: Any, path: str, key: str = "model.path") -> list[str]:
 
 def _not_in_files(lm: Any, path: str) -> Iterator[str]:
     """Yields a message if a sharded base could not read some weights from the files."""
-    from learner.model.sharded_base import missing_from  # imported here: it is slow, and few runs use it
+    from learner.model.bases.sharded import missing_from  # imported here: it is slow, and few runs use it
 
     try:
         stored = model_weights(path)

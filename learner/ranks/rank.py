@@ -164,7 +164,7 @@ GLOO = "gloo"  # a word in the messages of gloo's errors, which are plain Runtim
 
 
 class ShardedRank(RankTrainer):
-    """A rank of a learner whose base is sharded (learner.model.sharded_base).
+    """A rank of a learner whose base is sharded (learner.model.bases.sharded).
 
     Its trainer is built in `join`, since already the first pass needs all ranks; only `open` and `join` may be called
     before. With a lost rank a part of the base is lost, so this rank keeps no state to go back to.

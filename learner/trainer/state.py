@@ -135,7 +135,7 @@ EACH = {*MOMENTS, "step"}  # names of all states of a weight in torch's AdamW; b
 
 
 class DividedState:
-    """Writes and reads a checkpoint whose trained weights are sharded (learner.model.sharded_base).
+    """Writes and reads a checkpoint whose trained weights are sharded (learner.model.bases.sharded).
 
     All ranks call the methods together; `read` also works in a single process. Weights and moments are in the format of
     torch's distributed checkpoint: each rank writes its rows, and reads its rows again, for any number of ranks. The

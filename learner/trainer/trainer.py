@@ -28,11 +28,11 @@ from learner.algo.advantage import has_signal
 from learner.batch.micro_batch import read
 from learner.config import ModelConfig
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
+from learner.model.bases.shared import MappedBase
 from learner.model.export import ServedNames, update_of, write_weights
 from learner.model.logprob import check_ids
 from learner.model.policy import Policy, resolve_checkpointing
 from learner.model.roles import reward_roles
-from learner.model.shared_base import MappedBase
 from learner.trainer import state as trainer_state
 from learner.trainer.float32_products import library
 from learner.trainer.memory_limit import MemoryLimit, TokenBudget, device_of
@@ -266,7 +266,7 @@ class NonFiniteGuard:
 
 
 class DividedNorm:
-    """The norm of a gradient that is sharded over the ranks (learner.model.sharded_base).
+    """The norm of a gradient that is sharded over the ranks (learner.model.bases.sharded).
 
     A call is collective: each rank waits for the others, and all get the same number.
 

@@ -47,7 +47,7 @@ QUIET_TORCH = "-torch._library.triton"  # torch warns of the missing Triton on a
 def shard_arguments(shards: int, *, cuda: bool) -> dict[str, Any]:
     """Keyword arguments of vllm.EngineArgs for an engine with several shards."""
     arguments: dict[str, Any] = {"tensor_parallel_size": shards, "distributed_executor_backend": "mp"}
-    return arguments if cuda else arguments | {"worker_cls": "rollout.vllm.cpu_shard.CpuShard"}
+    return arguments if cuda else arguments | {"worker_cls": "rollout.vllm.shard.Shard"}
 
 
 @contextmanager

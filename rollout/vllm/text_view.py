@@ -33,7 +33,7 @@ def view_arguments(model: str, *, cuda: bool, shards: int) -> dict[str, Any]:
     know_text(text_part(config))
     view = text_on_card if cuda else text_part
     if cuda and shards > 1:
-        return {"hf_overrides": view, "worker_cls": "rollout.vllm.card_shard.CardShard"}
+        return {"hf_overrides": view, "worker_cls": "rollout.vllm.shard.Shard"}
     return {"hf_overrides": view}
 
 

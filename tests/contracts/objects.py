@@ -14,6 +14,7 @@ PLAIN: tuple[str, ...] = ()
 _RUNNERS = ("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "vllm.v1.worker.gpu_model_runner.GPUModelRunner")
 _FOUND = "vllm.entrypoints.generate.base.protocol"  # of what a tool parser finds
 _MOE, _METHOD = "vllm.model_executor.layers.fused_moe", "UnquantizedFusedMoEMethod"
+_GATED_DELTA = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention"
 _QUANT_STATE = "bitsandbytes.functional.QuantState"
 _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.PagedAdamW8bit")
 
@@ -75,6 +76,31 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("packed", "zeros", "scales"), PLAIN),  # parameters, whose order vLLM sets as attributes
         **dict.fromkeys(("numbers", "steps", "middle", "grouped", "layer", "unpack", "scales.data"), PLAIN),
     },
+    "rollout/vllm/gated_delta.py": {
+        "home": ("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",),
+        "context": ("vllm.forward_context.ForwardContext",),
+        "batch": ("vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata",),
+        "layer": (_GATED_DELTA,),
+        "layer.conv1d": ("vllm.model_executor.layers.linear.ColumnParallelLinear",),
+        **dict.fromkeys(
+            (
+                "batch.non_spec_query_start_loc",
+                "memory",
+                "memory[]",
+                "part",
+                "value",
+                "query",
+                "layer.A_log",
+                "layer.A_log.float()",
+            ),
+            PLAIN,
+        ),
+    },
+    "rollout/vllm/text_view.py": {
+        "vllm_config": ("vllm.config.VllmConfig",),
+        "vllm_config.model_config": ("vllm.config.ModelConfig",),
+        **dict.fromkeys(("config", "text", "served"), PLAIN),  # of transformers, and a model's class
+    },
     "rollout/vllm/experts.py": {
         **dict.fromkeys(("method", "self", "layer.quant_method"), (f"{_MOE}.unquantized_fused_moe_method.{_METHOD}",)),
         "kernel": (f"{_MOE}.experts.cpu_moe.CPUUnquantizedExperts",),
@@ -110,7 +136,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "call": (f"{_FOUND}.ToolCall",),
         "call.function": (f"{_FOUND}.FunctionCall",),
     },
-    "rollout/vllm/arguments.py": dict.fromkeys(("auto", "lm", "name"), PLAIN),  # of transformers
+    "rollout/vllm/arguments.py": dict.fromkeys(("auto", "lm", "name", "config"), PLAIN),  # of transformers
     "cluster/ray_": {
         "node": ("ray._private.node.Node",),
         "process": PLAIN,  # of the standard library

@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 from learner.config import ModelConfig
 from learner.driver.failure import RunEnded
 from learner.model.base import load_base
+from learner.model.bases.quantised import plain_layers
 from learner.model.lora import NONE_EXCLUDED
-from learner.model.quantised import plain_layers
 from learner.tools.export.source import Needed, Proof, Said, Source, Window, ask, check, check_memory, compare, made_up
 from learner.tools.server import GENERATION
 from rollout.data.model_files import load_tokenizer, split

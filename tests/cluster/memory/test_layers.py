@@ -87,8 +87,9 @@ def on_meta(kind: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     hf: Any = transformers
     config = hf.AutoConfig.for_model(kind, **settings)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model = model_class(config)
     return model, json.loads(json.dumps(config.to_dict()))
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load
 from examples.random_families import make_family
 from examples.random_model import make_tiny_model
 from learner.config.settings import LoraConfig
+from learner.model.bases.shared import MappedBase
 from learner.model.export import update_of
-from learner.model.shared_base import MappedBase
 from learner.trainer import trainer
 from learner.trainer.trainer import CHECK_EVERY, BaseThread, held_of
 from rollout.schema import ragged, rewards_of, with_part

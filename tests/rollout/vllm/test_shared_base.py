@@ -15,25 +15,25 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
+from tests.learner.model.bases.test_shared import (
+    CPU,
+    learned,
+    policy_of,
+    same,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_tiny_model
+from learner.model.bases.shared import MappedBase
 from learner.model.export import update_of
-from learner.model.shared_base import MappedBase
 from learner.trainer.trainer import answer_of, held_of
 from rollout.shared_base import SharedFile
 from rollout.types import Adapter, Manifest, Quantised, Sampling, View
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.shared_base import ViewRecorder, quantised_of
-from tests.learner.model.test_shared_base import (
-    CPU,
-    learned,
-    policy_of,
-    same,
-)
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats

@@ -15,9 +15,9 @@ from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
+from learner.model.bases.shared import MappedBase
 from learner.model.logprob import policy_logprobs
 from learner.model.policy import Policy
-from learner.model.shared_base import MappedBase
 from rollout.types import View
 from tests.learner.model.test_packing_check import random_adapter
 from tests.shared_bases import Owner, manifest_of, mappings, owner_of

@@ -18,8 +18,8 @@ from cluster.errors import WrongInput
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.base import load_base
+from learner.model.bases.quantised import QuantisedLinear, dequantised, dequantised_blocks
 from learner.model.policy import Policy
-from learner.model.quantised import QuantisedLinear, dequantised, dequantised_blocks
 from rollout.quantised import Format
 from tests.quantised_checkpoints import E2M1, KINDS, e4m3, make_gpt_oss, make_quantised
 
