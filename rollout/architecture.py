@@ -35,8 +35,8 @@ TRANSPOSED = ("gpt2", "openai-gpt")  # model types whose layers are Conv1D, not 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings for text, which a model with several kinds of input keeps in text_config."""
-    text: Mapping[str, Any] = config.get("text_config") or {}
-    return {**config, **text}
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {})}  # rollout.data.chat refuses another kind
 
 
 def other_inputs(config: Mapping[str, Any]) -> list[str]:

@@ -124,6 +124,5 @@ ROWS: dict[str, dict[str, Any]] = {
 # Refused by their config.json, so that no model is made: model_type -> class
 BY_CONFIG = {
     "bert": "BertForMaskedLM",
-    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
 }

@@ -144,7 +144,10 @@ def _served(model_class: str) -> str:
     entry = ModelRegistry.models.get(model_class)
     if entry is None:
         return "no class of its own"
-    own = entry.load_model_cls()
+    try:
+        own = entry.load_model_cls()
+    except ModuleNotFoundError as error:
+        return f"its module imports {error.name}, which is not here"
     if "transformers" in own.__module__.split("."):
         return "LoRA, by transformers' code"
     return "LoRA" if supports_lora(own) else "without LoRA"

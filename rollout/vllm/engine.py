@@ -383,10 +383,10 @@ class VllmEngine:
         if settings.form:  # runner V2, vLLM's default on cards, has logits processors of another kind
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         arguments = engine_arguments(settings, cuda)
-        here = check_fit(settings.model)
-        arguments |= quantised_arguments(settings, cuda)
         if settings.in_flight == "continue":
             check_can_continue()
+        here = check_fit(settings.model)
+        arguments |= quantised_arguments(settings, cuda)
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:

@@ -193,8 +193,9 @@ def test_other_models_compute_what_they_computed(name: str, tmp_path: Path) -> N
     wanted, found = (model_of(AutoConfig.from_pretrained(tmp_path), torch.float32) for _ in range(2))
     fuse_for_a_card(found)
     (logits, slopes), (own, own_slopes) = gradients(wanted), gradients(found)
+    most = 5e-5 if name == "qwen3_next" else 1e-5  # a recurrence adds its rounding up over the tokens: 1.2e-5
     for one, other in zip((own, *own_slopes), (logits, *slopes), strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+        assert (one - other).norm() <= most * other.norm()
 
 
 def test_an_mlp_that_limits_its_gate_stays(monkeypatch: pytest.MonkeyPatch) -> None:
