@@ -15,12 +15,6 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
-from tests.learner.model.bases.test_shared import (
-    CPU,
-    learned,
-    policy_of,
-    same,
-)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +28,12 @@ from rollout.shared_base import SharedFile
 from rollout.types import Adapter, Manifest, Quantised, Sampling, View
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.shared_base import ViewRecorder, quantised_of
+from tests.learner.model.bases.test_shared import (
+    CPU,
+    learned,
+    policy_of,
+    same,
+)
 from tests.rollout.engine_case import PROMPT, run, settings
 
 TOLERANCE = 1e-4  # nats
