@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.errors import WrongInput
 from examples.random_families import make_family
+from examples.random_towers import make_checkpoint
 from learner.tools import server
 from learner.tools.served_stops import TrainingStops
 from learner.tools.server import serve, server_of
@@ -69,6 +70,18 @@ def test_an_adapter_of_a_quantised_model_is_for_a_card(tmp_path: Path) -> None:
         WrongInput, match=f"RUN: on a CPU .* are quantised; merge the adapter .gleaner export {run} OUT., then python"
     ):
         server_of(run, "127.0.0.1", 1, [])
+
+
+def test_an_adapter_of_a_text_part_is_served_without_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(tmp_path / "mine", str(make_checkpoint(tmp_path / "base", "gemma3")))
+    write_adapter(run / "adapter", ["q_proj"])
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    with pytest.raises(
+        WrongInput, match=r"RUN: on a CPU .* beside torchvision: install its CPU build .*; merge the"
+    ):
+        server_of(run, "127.0.0.1", 1, [])
+    monkeypatch.setattr(server, "_on_cpu", lambda: False)
+    assert "--language-model-only" in server_of(run, "127.0.0.1", 1, []).command
 
 
 def test_adapted_experts_are_served_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
