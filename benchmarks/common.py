@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +73,17 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     started = time.process_time()
     work()
     return time.process_time() - started
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], repeats: int, label: str) -> dict[str, list[float]]:
+    """CPU-seconds of each way, `repeats` times, after one time to warm up. The ways take turns, so that what else the
+    machine does meets all of them. label: what printed lines begin with."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, work in ways.items():
+            seconds[name].append(cpu_seconds(work))
+            print(label, turn, name, f"{seconds[name][-1]:.2f} CPU-s", flush=True)
+    return {name: each[1:] for name, each in seconds.items()}
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from benchmarks.common import LEARNER_PACKAGES, as_table, conditions, cpu_seconds, parser_of, save, spread, under
+from benchmarks.common import LEARNER_PACKAGES, as_table, conditions, in_turns, parser_of, save, spread, under
 from benchmarks.learner.real_step import RANK, trainer_of
 from examples.random_model import make_tokenizer
 
@@ -54,12 +54,7 @@ def main() -> None:
             ids, *completions = (rng.integers(0, SHAPE["vocab_size"], size).tolist() for size in (prompt, *lengths))
             rows = [(ids, completion) for completion in completions]
             steps = {way: trainer_of(folder, "float32", rows, packed=way == "packed") for way in ("packed", "padded")}
-            seconds: dict[str, list[float]] = {way: [] for way in steps}
-            for turn in range(options.repeats + 1):  # the first warms up
-                for way, step in steps.items():
-                    seconds[way].append(cpu_seconds(step))
-                    print(name, turn, way, f"{seconds[way][-1]:.2f} CPU-s", flush=True)
-            found[name] = {way: each[1:] for way, each in seconds.items()}
+            found[name] = in_turns(steps, options.repeats, name)
             ratios = [own / other for own, other in zip(found[name]["padded"], found[name]["packed"], strict=True)]
             cells.append([name, *(f"{median(found[name][way]):.2f}" for way in steps), spread(ratios)])
     text = (

@@ -24,7 +24,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.common import LEARNER_PACKAGES, as_table, conditions, cpu_seconds, parser_of, save, under
+from benchmarks.common import LEARNER_PACKAGES, as_table, conditions, in_turns, parser_of, save, under
 from benchmarks.engine.engine_speed import chats
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
@@ -117,12 +117,7 @@ def main() -> None:
             "rows": trainer_of(model, dtype, rows, packed=False),
             "transformers": transformers_of(model, dtype, rows),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(options.repeats + 1):  # the first warms up
-            for name, step in ways.items():
-                seconds[name].append(cpu_seconds(step))
-                print(dtype, turn, name, f"{seconds[name][-1]:.2f} CPU-s", flush=True)
-        found[dtype] = {name: each[1:] for name, each in seconds.items()}
+        found[dtype] = in_turns(ways, options.repeats, dtype)
         for name, each in found[dtype].items():
             turns = [own / packed for own, packed in zip(each, found[dtype]["packed"], strict=True)]
             spread = f"{median(turns):.2f} ({min(turns):.2f} to {max(turns):.2f})"
