@@ -94,11 +94,12 @@ def text_tensors(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
 def text_adapter(tensors: Mapping[str, T]) -> dict[str, T]:
     """The tensors of an adapter in PEFT's format by the names that they have on a model of text. Exported adapters have
     the names of their whole checkpoint."""
-    return {
-        f"{PEFT}{text_name(rest) or rest}" if rest != name else name: one
-        for name, one in tensors.items()
-        for rest in (name.removeprefix(PEFT),)
-    }
+    found = {}
+    for name, one in tensors.items():
+        layer = name.removeprefix(PEFT)
+        own = text_name(layer) if layer != name else None
+        found[name if own is None else f"{PEFT}{own}"] = one
+    return found
 
 
 def whole_adapter(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.hub import cached_file
 
 from cluster.errors import WrongInput
 from cluster.reading import read_mapping
 from learner.config import ModelConfig
+from learner.model.bases.empty import empty_model
 from learner.model.bases.quantised import fill, with_layers
 from learner.model.bases.shared import MappedBase
 from learner.model.logprob import decoder_of
@@ -175,14 +175,7 @@ def _packed_base(
 ) -> Any:
     """Loads a quantised checkpoint (learner.model.bases.quantised)."""
     dtype: torch.dtype = getattr(torch, model.dtype)
-    with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
-        lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=False, **options
-        )
-    if told := read_json(model.source, "generation_config.json"):  # from_config does not read it; exports need it
-        lm.generation_config = GenerationConfig.from_dict(told)
-    lm.tie_weights()
-    lm = with_layers(lm, packed, dtype)
+    lm = with_layers(empty_model(config, dtype, model.source, **options), packed, dtype)
     files = {name: file for name, (file, _) in tensor_files(model.source).items()}
     return fill(lm, packed, files, device, path=model.source, key=key)
 

@@ -19,7 +19,7 @@ from rollout.engine import EngineSettings
 from rollout.quantised import check_base, check_kernel, format_of
 from rollout.vllm.cpu import LORA_DTYPE, PRIORITY
 from rollout.vllm.read_back import shard_arguments, workers_environment
-from rollout.vllm.text_view import served_config, view_arguments
+from rollout.vllm.text_view import FLOAT32_LOGITS, served_config, view_arguments
 
 # What vLLM's registry is asked about a model before the engine is built.
 
@@ -168,8 +168,7 @@ def _form_arguments(settings: EngineSettings) -> dict[str, Any]:
 def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        # Logits are float32, as in the learner: in bfloat16 rounding alone would be 0.04 to 0.07 nats (rms).
-        "hf_overrides": {"head_dtype": "float32"},
+        "hf_overrides": dict(FLOAT32_LOGITS),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from rollout.vllm.text_view import know_as_parent
+from rollout.vllm.text_view import register_in_worker
 
 worker: Any
 if current_platform.is_cpu():
@@ -24,5 +24,5 @@ class Shard(worker):  # type: ignore[misc]
             from rollout.vllm.cpu import prepare_cpu_process  # imported here: it is for vLLM's CPU build alone
 
             prepare_cpu_process()
-        know_as_parent(vllm_config)
+        register_in_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)

@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import get_world_size
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.config import ModelConfig
 from learner.model.base import tensor_files
+from learner.model.bases.empty import empty_model
 from learner.model.logprob import decoder_of, gather_in_operations
 from learner.model.masters import own_rows
-from rollout.data.model_files import read_json
 from rollout.data.weight_names import check_fit
 
 SHOWN = 3  # number of weights that a message names
@@ -52,13 +50,7 @@ def sharded_base(
         WrongInput: the files cannot be read, or hold other tensors than the model has.
     """
     dtype: torch.dtype = getattr(torch, model.dtype)
-    with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
-        lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=False, **options
-        )
-    if told := read_json(model.source, "generation_config.json"):  # from_config does not read it; checkpoints need it
-        lm.generation_config = GenerationConfig.from_dict(told)
-    lm.tie_weights()
+    lm = empty_model(config, dtype, model.source, **options)
     files = tensor_files(model.source)
     check_fit(model.source, key)
     _check_all_there(lm, files, model.path)

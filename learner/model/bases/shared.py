@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from cluster import machine
 from cluster.errors import WrongInput
+from learner.model.bases.empty import empty_model
 from rollout import shared_base
 from rollout.shared_base import digests_of_pieces
 from rollout.types import Manifest, Quantised
@@ -110,11 +110,7 @@ class MappedBase:
 
         Raises WrongInput with the names of weights that the generator does not hold as the checkpoint has them.
         """
-        with init_empty_weights(include_buffers=False):  # buffers are not in a checkpoint, so they are computed here
-            lm: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype, trust_remote_code=False, **options
-            )
-        lm.tie_weights()
+        lm = empty_model(config, dtype, **options)
         wanted: dict[str, Tensor] = dict(lm.named_parameters())  # tied weights count once
         self._check_all_there(lm, wanted, dtype, in_4_bits=quantization is not None)
         if quantization is not None:

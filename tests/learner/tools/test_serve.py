@@ -76,9 +76,7 @@ def test_an_adapter_of_a_text_part_is_served_without_towers(tmp_path: Path, monk
     run = run_folder(tmp_path / "mine", str(make_checkpoint(tmp_path / "base", "gemma3")))
     write_adapter(run / "adapter", ["q_proj"])
     monkeypatch.setattr(server, "find_spec", lambda name: None)
-    with pytest.raises(
-        WrongInput, match=r"RUN: on a CPU .* beside torchvision: install its CPU build .*; merge the"
-    ):
+    with pytest.raises(WrongInput, match=r"RUN: on a CPU .* beside torchvision: install its CPU build .*; merge the"):
         server_of(run, "127.0.0.1", 1, [])
     monkeypatch.setattr(server, "_on_cpu", lambda: False)
     assert "--language-model-only" in server_of(run, "127.0.0.1", 1, []).command
