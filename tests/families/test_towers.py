@@ -1,17 +1,28 @@
 """The text part of every checkpoint with towers in examples/random_towers.py: it is exactly what the whole model
 computes of text, its adapters fit the whole model, and the whole system takes three steps by adapter, by merged weights
-and trained as a whole. `make test-families`."""
+and trained as a whole. vLLM, too, loads the text part alone, and loads its exported adapters on the whole model.
+`make test-families`."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.learner.model_families import run
 from examples.random_towers import CHECKPOINTS, make_checkpoint
-from tests.learner.model.test_text_part import check_export, check_text_part
+from learner.model.export import export
+from rollout.text_part import text_tensors
+from rollout.vllm.environment import required_env
+from tests.learner.model.test_packing_check import random_adapter
+from tests.learner.model.test_policy import make_policy
+from tests.learner.model.test_text_part import EQUAL, IDS, check_export, check_text_part, logprobs
 
 pytestmark = pytest.mark.long
 LIMIT = 2e-5  # nats
@@ -39,3 +50,98 @@ def test_sampler_and_learner_are_one_policy(name: str, way: str, tmp_path: Path)
     steps = run(f"{name}+towers", tmp_path, 3, WAYS[way])
     assert len(steps) == 3
     assert max(step["policy/mismatch_max"] for step in steps) < (HYBRID_LIMIT if name in HYBRID else LIMIT)
+
+
+def of_next_token(every: torch.Tensor) -> torch.Tensor:
+    """[59]: of logprobs [60, V] those of the tokens of IDS behind the first."""
+    return every[:-1].gather(-1, IDS[0, 1:, None])[:, 0]
+
+
+def in_vllm(model: str, adapter: str | None, *, whole: bool) -> tuple[list[float], int]:
+    """(the prompt logprobs of IDS, the bytes of the engine's parameters), in a process of its own. whole: of the
+    checkpoint's own class in vLLM; else of the text part, as generators load it."""
+    spawn = multiprocessing.get_context("spawn")
+    before = dict(os.environ)
+    os.environ.update(required_env(cuda=False) | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"})
+    try:
+        with spawn.Pool(1) as pool:
+            return pool.apply(_in_vllm, (model, adapter, whole))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _in_vllm(model: str, adapter: str | None, whole: bool) -> tuple[list[float], int]:
+    from rollout.engine import EngineSettings
+    from rollout.vllm.arguments import build_engine, engine_arguments
+    from rollout.vllm.cpu import prepare_cpu_process
+
+    prepare_cpu_process()
+    from vllm import EngineArgs, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    sizes = _loaded_sizes()
+    settings = EngineSettings(
+        model=model, dtype="float32", max_model_len=256, kv_cache_bytes=32 << 20, max_num_seqs=8,
+        max_lora_rank=16 if adapter else 0, adapter_window=2, seed=0,
+    )  # fmt: skip
+    arguments = engine_arguments(settings, cuda=False)
+    if whole:
+        arguments.pop("lora_target_modules", None)
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments, language_model_only=True))
+    else:
+        engine = build_engine(arguments, shares_base=False)
+    ids = IDS[0].tolist()
+    request = None if adapter is None else LoRARequest("policy", 1, adapter)
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    engine.add_request("one", TokensPrompt(prompt_token_ids=ids), asked, lora_request=request)
+    while engine.has_unfinished_requests():
+        outputs: Any = engine.step()
+        for output in outputs:
+            if output.finished:
+                found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+    return found, sizes[0]
+
+
+def _loaded_sizes() -> list[int]:
+    """A list to which each later load of a model adds the bytes of its parameters. Afterwards vLLM on a CPU repacks
+    them into buffers that it does not tell."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    load: Any = DefaultModelLoader.load_weights
+    sizes: list[int] = []
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        load(self, model, model_config)
+        sizes.append(sum(weight.numel() * weight.element_size() for weight in model.parameters()))
+
+    setattr(DefaultModelLoader, "load_weights", load_weights)  # noqa: B010
+    return sizes
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_vllm_holds_the_text_part_alone_and_exported_adapters_fit_the_whole_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    checkpoint, folder = make_checkpoint(tmp_path / "checkpoint", name), tmp_path / "adapter"
+    if name in HYBRID:
+        pytest.importorskip("torchvision")
+    policy = make_policy(str(checkpoint))
+    random_adapter(policy)
+    own = of_next_token(logprobs(policy))
+    export(policy, folder, str(checkpoint))
+
+    base, held = in_vllm(str(checkpoint), None, whole=False)
+    assert float((torch.tensor(base) - own).abs().max()) > 1
+    stored = load_file(checkpoint / "model.safetensors")
+    text = sum(tensor.numel() * 4 for _, tensor in text_tensors(stored.items()))
+    assert text < sum(tensor.numel() * 4 for tensor in stored.values())
+    assert math.isclose(held, text, rel_tol=0.01)
+
+    # vLLM's own kernel of the delta rule computes in bfloat16: there the text part in our float32 engine reads it.
+    pytest.importorskip("torchvision")
+    served = folder / "vllm" if (folder / "vllm").is_dir() else folder
+    found, _ = in_vllm(str(checkpoint), str(served), whole=name not in HYBRID)
+    assert float((torch.tensor(found) - own).abs().max()) < EQUAL

@@ -35,7 +35,13 @@ async def main(root, step):
             (folder / "adapter" / "weights.bin").write_bytes(os.urandom(1 << 20))
             (folder / "optimizer.bin").write_bytes(os.urandom(2 << 20))
         print(step, flush=True)
-asyncio.run(main(pathlib.Path(sys.argv[1]), int(sys.argv[2])))
+for line in sys.stdin:  # the last step that is there; forks, since the imports take longer than what is tried
+    writer = os.fork()
+    if not writer:
+        print(os.getpid(), flush=True)
+        asyncio.run(main(pathlib.Path(sys.argv[1]), int(line)))
+    os.waitpid(writer, 0)
+    print("killed", flush=True)
 """
 
 
@@ -66,22 +72,27 @@ def names(root: Path) -> list[str]:
 
 def test_sigkill_at_random_moments_always_leaves_a_whole_newest(tmp_path: Path) -> None:
     rng, done, stalest = random.Random(7), 0, 0
+    writers = subprocess.Popen(
+        [sys.executable, "-c", SAVE_LOOP, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    told = writers.stdout
+    assert writers.stdin is not None
+    assert told is not None
     for _ in range(8):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", SAVE_LOOP, str(tmp_path), str(done)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        first = int(writer.stdout.readline())
+        writers.stdin.write(f"{done}\n")
+        writers.stdin.flush()
+        writer, first = int(told.readline()), int(told.readline())
         time.sleep(rng.uniform(0.0, 0.15))
-        writer.send_signal(signal.SIGKILL)
-        printed = [first, *map(int, writer.stdout.read().split())]
-        writer.wait()
+        os.kill(writer, signal.SIGKILL)
+        printed = [first, *map(int, iter(lambda: told.readline().rstrip(), "killed"))]
         stalest += bool(list(tmp_path.glob(".tmp-*")))
         found, skipped = checkpoint.newest(tmp_path)
         assert found is not None
         assert skipped == []
         done = checkpoint.step_of(found)
         assert done >= printed[-1]  # what was reported as committed is there
+    writers.stdin.close()
+    assert writers.wait() == 0
     assert stalest > 0  # else no kill hit a write, and this test saw nothing
 
 
