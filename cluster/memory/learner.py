@@ -21,6 +21,7 @@ from cluster.memory.shape import (
     ALL,
     CONTEXT,
     DTYPE_BYTES,
+    EXPERTS,
     STATE_BYTES,
     Base,
     Checkpointing,
@@ -269,10 +270,10 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
 # micro-batch. C: its completion tokens. R: completion tokens in a tile of the head. S: keys that its completions attend
 # to (a shared prompt once per completion). h, f, q, k: width of the hidden states, of the feed-forward block, of all
 # query heads, of all key heads (also of all value heads), in elements. rank: LoRA rank times the number of targets.
-# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these. state: elements of
-# the state of linear attention; state_heads, state_keys, state_values: its heads that have one, and the widths of its
-# keys and values; repeated_keys: width of its keys, once for each such head. Letters for a kind of model or of training
-# are 0 or 1, unless a comment says otherwise.
+# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these; expert_adapters:
+# weights of the adapters of all of them. state: elements of the state of linear attention; state_heads, state_keys,
+# state_values: its heads that have one, and the widths of its keys and values; repeated_keys: width of its keys, once
+# for each such head. Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
 #
 # Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
 # are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
@@ -318,7 +319,7 @@ KEPT_MIXER = (
     Term(-8, "N h gemma_4", "what its norms do not keep beside float32 copies; measured"),
     Term(-2, "N q gemma_4", "the same of queries; measured"),
     Term(10, "N per_layer", "the gate of embeddings per layer, its activation and its product; measured"),
-    Term(-2, "N h frozen_experts", "what the second norm gives, where no adapter of the block reads it"),
+    Term(-2, "N h routed", "what the second norm gives, which experts do not keep"),
     Term(6, "N q gated", "the gate, its sigmoid, and attention's output times it"),
     Term(12, "N h convolution", "what in_proj gives (3 h), two products and the convolution's output"),
     # Linear attention as torch computes it, in chunks of 64 tokens in float32. Kernels that fuse it take less.
@@ -336,6 +337,9 @@ KEPT_FEED = (
     Term(6, "N chosen_f", "gate, up, and their product"),
     Term(2, "N chosen h", "what each expert gives, before it is weighted"),
     Term(11, "N chosen", "measured"),
+    Term(2, "N chosen h adapted_experts", "an expert's tokens, which its adapter reads"),
+    Term(2, "N chosen_f adapted_experts", "the same of gate times up"),
+    Term(4, "N rank_of_expert", "what the first matrices of the expert's two adapters give"),
     Term(4, "N experts", "the router's probabilities, float32"),
 )
 
@@ -347,7 +351,8 @@ AGAIN_FEED = (
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
     Term(6, "N chosen h", "gradients of what experts give and read; measured"),
-    Term(4, "N h frozen_experts", "measured"),
+    Term(4, "N h routed", "measured"),
+    Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
     Term(-4, "N h float_norms", "what is freed before of norms that are not fused; measured"),
 )
 AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind the block
@@ -365,7 +370,9 @@ AGAIN_MIXER = (
 )
 AGAIN_EXPERTS = (  # another lower bound, where experts are wide
     Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
-    Term(-2.3, "N h frozen_experts", "what is freed before; measured"),
+    Term(-2, "N chosen_f adapted_experts", "the product, freed before"),
+    Term(-2.3, "N h routed", "what is freed before; measured"),
+    Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
 )
 # What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
 AGAIN_FEED_ALONE = (
@@ -374,7 +381,8 @@ AGAIN_FEED_ALONE = (
     Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
     Term(6, "N chosen h", "as above"),
-    Term(8, "N h frozen_experts", "measured"),
+    Term(8, "N h routed", "measured"),
+    Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
     Term(1.85, "N h float_norms", "measured"),
 )
 
@@ -408,10 +416,12 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     floats, repeated = learning.keeps_floats(shape), mixer.keys != mixer.queries
     norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
     rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
-    rank = max(learning.rank, learning.value_rank) * len(shape.adapted(layer, learning.targets))
+    of_one = max(learning.rank, learning.value_rank)
+    rank = of_one * len(shape.adapted(layer, learning.targets))
     count, chosen, of_expert = (0, 0, 0) if feed.experts is None else (
         feed.experts.count, feed.experts.chosen, feed.experts.ffn
     )  # fmt: skip
+    adapts = count > 0 and EXPERTS in learning.targets
     width = mixer.recurrent // mixer.state_values if mixer.state_values else 0
     return {
         "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
@@ -424,7 +434,9 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "head_norms": layer.head_norms, "grouped": repeated,
         "segments": learning.segments, "repeated": learning.segments and repeated,
         "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
-        "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "frozen_experts": count > 0,
+        "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "routed": count > 0,
+        "adapted_experts": adapts, "rank_of_expert": adapts * chosen * of_one,
+        "expert_adapters": adapts * count * of_one * (2 * shape.hidden + 3 * of_expert),
         "gemma_4": shape.kind == "gemma4_text", "per_layer": sum(min(one[1:]) for one in layer.linear) // 2,
         "float_norms": floats and not learning.keeps_gates(shape),
         "gated": mixer.gated, "convolution": mixer.convolved > 0 and mixer.recurrent == 0,

@@ -74,6 +74,7 @@ OWNERS = {
 VARIANT = re.compile(r"-(?:instruct|thinking|base|it|pt)(?=-|$)|-[0-9]{4}$")  # parts of a name that leave the shape
 ALL: tuple[str, ...] = ("all-linear",)  # targets: every linear module, of a model with experts those of attention
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = "experts"  # in targets: the matrices of all routed experts (learner.model.experts)
 # What config.json may leave out of text_config, since transformers' class has it (Gemma 3 as it is published).
 UNSAID = {"gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 SPLIT_BY_INPUT = (
@@ -225,17 +226,23 @@ class Shape:
         return self.params - sum(count * layer.idle for count, layer in self.stacks)
 
     def lora_params(self, rank: int, targets: tuple[str, ...] = ALL, shards: int = 1) -> int:
-        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1). With several
-        shards those of one shard, which has a part of one of the two matrices (rollout.vllm.read_back)."""
+        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1); an expert
+        has two matrices, gate and up projection in one. With several shards those of one shard, which has a part of one
+        of the two matrices (rollout.vllm.read_back)."""
         found = [(count, one) for count, layer in self.stacks for one in self.adapted(layer, targets)]
         if self.per_layer is not None and (targets == ALL or self.per_layer.linear.name in targets):
             found.append((1, self.per_layer.linear))
+        of_experts = sum(
+            count * layer.feed.experts.count * (2 * self.hidden + 3 * layer.feed.experts.ffn)
+            for count, layer in self.stacks
+            if layer.feed.experts and EXPERTS in targets
+        )
         widths = (
             count * (one.inputs // shards + one.outputs if one.name in SPLIT_BY_INPUT else
                      one.inputs + one.outputs // shards)
             for count, one in found
         )  # fmt: skip
-        return rank * sum(widths)
+        return rank * (sum(widths) + of_experts)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "model") -> "Shape":

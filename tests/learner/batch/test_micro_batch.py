@@ -266,6 +266,7 @@ def test_a_copy_on_a_device_is_whole_and_has_a_layout_of_its_own(packed: bool) -
 
 def test_largest_first_to_the_emptiest() -> None:
     assert shares([7, 5, 4, 3, 3, 2], 2) == [[0, 3, 5], [1, 2, 4]]
+    assert shares([2, 3, 7, 3, 5, 4], 2) == [[0, 1, 2], [3, 4, 5]]
     assert shares([9, 9], 4) == [[0], [1], [], []]
     assert shares([], 2) == [[], []]
 
@@ -346,3 +347,11 @@ def test_every_sequence_once_and_up_to_its_last_real_token(
     assert sum(len(each.rows) for each in batches) == len(wanted)
     assert all(each.ids.numel() <= budget or len(each.rows) == 1 for each in batches)
     assert np.all(np.concatenate([each.batch.lengths for each in batches]) > 0)
+
+
+def test_a_copy_that_a_rank_computes_only_so_that_others_need_not_wait_is_marked() -> None:
+    rows = read(make_groups([[0.0, 1.0]], uniform))
+    batch, *_ = micro_batches(*parts(rows), 8192, packed=True)
+    copy = batch.idle_copy()
+    assert (batch.idle, copy.idle) == (False, True)
+    assert copy.ids is batch.ids

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cluster.actor import ActorDied, Local, Unusable
-from learner.driver import checkpoint
+from cluster.actor import ActorDied, ClusterLost, Local, Unusable
+from learner.driver import checkpoint, loop
 from learner.driver.evaluate import Evaluation
 from learner.driver.loop import LIFE, MOST_UNSCORED, TOKENS, Probe, start_in
 from learner.driver.metrics import unscored
@@ -137,6 +137,7 @@ async def test_groups_that_are_lost_with_their_generator_are_begun_anew_and_coun
     again = {row["position"] for row in rows if row["attempt"] == 1}
     assert again
     assert [line["rollout/begun_anew"] for line in lines(tmp_path)[1:]] == [0, *[len(again)] * 3]
+    assert [line["rollout/restarts"] for line in lines(tmp_path)[1:]] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -412,6 +413,26 @@ async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -
     assert type(error) is RuntimeError
     assert str(error).startswith("generator-1: acknowledged v3, but its engine computes with other tensors")
     assert len(consumed(tmp_path)) == 3  # nothing was learned after that
+
+
+async def test_a_lost_cluster_leaves_some_seconds_for_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends the processes soon, so the run does not wait as long as for another checkpoint."""
+    monkeypatch.setattr(loop, "LOST_S", 0.05)
+    run = build(tmp_path, configure(), 6)
+
+    async def lost() -> None:
+        raise ClusterLost("Ray's raylet has ended")
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(run.loop.training, "settled", never)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with asyncio.timeout(10):
+            await run.run(None, lost())
+    assert isinstance(first(caught.value), ClusterLost)
 
 
 async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

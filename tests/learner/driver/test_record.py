@@ -196,21 +196,21 @@ class Asked(Local[Any]):
 async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:
     config = waiting(configure(), step=41, push=42)
     inputs = Fingerprints({"rows": "a"}, {"vowels": "b"}, {"model": "c"})
-    evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(4, {}, [])]
+    evaluations = [Evaluation(0, {"eval/accuracy": 0.5}, [{"prompt": "2+2"}]), Evaluation(1, {}, [])]
     learner, loop = Asked(), build(tmp_path, config, 6)
     checkpoints = run_checkpoints.RunCheckpoints(config, 8, inputs, learner, loop.pipes, loop.sinks)
     assert checkpoints.saved is None
     await checkpoints.check_shared()
-    await checkpoints.save(4, evaluations)
-    folder = tmp_path / "checkpoints" / "step-000004"
-    assert checkpoints.saved == 4
-    assert await checkpoints.load(folder) == (4, evaluations)
+    await checkpoints.save(1, evaluations)
+    folder = tmp_path / "checkpoints" / "step-000001"
+    assert checkpoints.saved == 1
+    assert await checkpoints.load(folder) == (1, evaluations)
     assert learner.asked == [("sees", 42), ("save", 41), ("load", 41)]
     assert json.loads((folder / "config.json").read_text()) == config.model_dump(mode="json")
     assert Fingerprints.read(folder / "inputs.json") == inputs
     loop.sinks.timeline.close()
     span = json.loads((tmp_path / "timeline.json").read_text())[0]
-    assert (span["name"], span["tid"], span["args"]) == ("checkpoint", "loop", {"step": 4})
+    assert (span["name"], span["tid"], span["args"]) == ("checkpoint", "loop", {"step": 1})
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
@@ -26,6 +26,7 @@ from learner.trainer.optimizer import (
     LIMIT,
     Alone,
     ExactSums,
+    FloatSums,
     RoundedUpdater,
     Updater,
     build_optimizer,
@@ -308,7 +309,15 @@ def test_any_order_and_division_gives_the_rounded_sum(
     assert found == wanted
 
 
+# Sums whose float64 numbers are two steps beside the middle between two float32 numbers, inexact towards it.
+MIDDLE, STEP = 2048 * 2**14 + 2, 2**12
+
+
 @given(st.integers(-(2**53), 2**53), st.integers(-(2**53), 2**53))
+@example(MIDDLE, 2 * STEP - 1)
+@example(MIDDLE, 1 - 2 * STEP)
+@example(-MIDDLE, 2 * STEP - 1)
+@example(-MIDDLE, 1 - 2 * STEP)
 def test_two_parts_are_rounded_once(coarse: int, fine: int) -> None:
     high, low = coarse * 2.0**-14, fine * 2.0**-53
     found = rounded_sum(*(torch.tensor([x], dtype=torch.float64) for x in (high, low)))
@@ -319,6 +328,19 @@ def test_two_parts_are_rounded_once(coarse: int, fine: int) -> None:
 def test_a_number_out_of_bounds_is_seen_by_every_rank(bad: float) -> None:
     for ranks in ([[[1.0, bad, 2.0]], [[1.0, 1.0, 1.0]]], [[], [[1.0, 1.0, bad]]]):
         assert np.isnan(summed(*ranks)).all()
+
+
+def test_float32_sums_are_of_every_weight_and_every_rank() -> None:
+    class Two(Alone):
+        count = 2
+
+        def sum(self, values: Tensor) -> None:
+            values += torch.tensor([10.0, 20.0, 30.0, 40.0])
+
+    weights = [torch.zeros(1, 2), torch.zeros(2)]
+    weights[0].grad, weights[1].grad = torch.tensor([[1.0, 2.0]]), None
+    FloatSums(weights, Two()).finish()
+    assert [weight.grad.tolist() for weight in weights if weight.grad is not None] == [[[11.0, 22.0]], [30.0, 40.0]]
 
 
 def test_a_weight_without_gradient_counts_as_0_and_clear_forgets() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from learner.config.settings import (
     ScheduleConfig,
     ValueConfig,
 )
+from learner.trainer.float32_products import library
+from learner.trainer.service import Arithmetic
 from learner.trainer.step import Learned, Update
-from learner.trainer.trainer import MAX_IN_A_ROW, NonFiniteGuard, Trainer
+from learner.trainer.trainer import MAX_IN_A_ROW, NonFiniteGuard, Trainer, arithmetic_on
 from rollout.schema import ragged
 from tests.learner import naive
 from tests.learner.rollouts import make_group, make_groups, observed, uniform
@@ -481,14 +484,35 @@ async def test_a_state_with_code_in_it_is_not_loaded_and_a_full_disk_is_named(
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         await trainer.load(tmp_path)
 
-    def full(*_: object) -> None:
-        raise RuntimeError("PytorchStreamWriter failed writing file\nand more of it")
-
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(WriteFailed) as failed:
         await trainer.save(tmp_path)
     said = f"{tmp_path / 'trainer.pt'} cannot be written (PytorchStreamWriter failed writing file); mend that"
     assert failed.value.sentence() == said
+
+
+def test_what_a_step_is_computed_with_is_the_processors_name_and_torchs_threads_and_products() -> None:
+    found = arithmetic_on(torch.device("cpu"))
+    told = re.search(r"(?m)^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text())
+    processor = told[1].strip() if told else "CPU"
+    assert found == Arithmetic(torch.__version__, processor, torch.get_num_threads(), library())
+
+
+def full(*_: object) -> None:
+    raise RuntimeError("PytorchStreamWriter failed writing file\nand more of it")
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "full", "dtype": "bfloat16"}])
+async def test_a_full_disk_says_what_the_checkpoint_takes(
+    tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    trainer = make_trainer(tiny_path, **settings)
+    await trainer.save(tmp_path)
+    size = sum(file.stat().st_size for kind in ("*.safetensors", "*.pt") for file in tmp_path.rglob(kind))
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(WriteFailed) as failed:
+        await trainer.save(tmp_path / "again")
+    assert failed.value.needed == pytest.approx(size, rel=0.1)
 
 
 class _Code:

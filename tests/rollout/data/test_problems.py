@@ -23,7 +23,7 @@ from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
 from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
-from rollout.data.problems import Cursor, Problems, load
+from rollout.data.problems import Cursor, Problems, fitting, load
 from rollout.schema import Problem
 from tests.rollout.data.test_sources import Letters
 
@@ -261,7 +261,9 @@ def test_an_empty_system_message_is_no_empty_prompt(tmp_path: Path, chat: Chat) 
     assert problems.at(0).messages == tuple(turns)
 
 
-def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Path, chat: Chat) -> None:
+def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(
+    tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"question": "?" * (10 if i % 2 else 300)} for i in range(20)]
     data = DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL)
     with pytest.raises(WrongInput) as caught:
@@ -273,8 +275,29 @@ def test_prompts_that_are_too_long_are_counted_and_the_remedy_works(tmp_path: Pa
     assert len(problems) == len(problems.fitting(data, longest + 9, tools=9)) == 20
     with pytest.raises(WrongInput, match=f"which take 9, and 10 of 20 .*; set rollout.*: {longest + 9}, or"):
         problems.fitting(data, longest, tools=9)
-    fit = problems.fitting(data.model_copy(update={"overlong": "drop"}), longest, tools=9)
+    drop = data.model_copy(update={"overlong": "drop"})
+    fit = problems.fitting(drop, longest, tools=9)
     assert {fit.at(position).columns["question"] for position in range(len(fit))} == {"?" * 10}
+    assert f"train: dropped 10 of 20 prompts of over {longest} tokens with the environment's tools" in caplog.text
+
+
+def test_held_out_prompts_that_are_too_long_are_counted_and_dropped_alike(
+    tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": "?" * (10 + i)} for i in range(12)]
+    data = DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL)
+    problems, _ = load(data, chat, 256, seed=5)
+    items = [problems.at(position) for position in range(12)]
+    sizes = sorted(len(item.prompt_ids) for item in items)
+    assert fitting(items, data, sizes[-1] + 9, tools=9) == items
+    assert fitting([], data, 1) == []
+    with pytest.raises(WrongInput, match=r"which take 9, and 2 of 12 do not \(train-\d+, train-\d+; the longest has"):
+        fitting(items, data, sizes[-3] + 9, tools=9)
+    kept = fitting(items, data.model_copy(update={"overlong": "drop"}), sizes[-3] + 9, tools=9)
+    assert kept == [item for item in items if len(item.prompt_ids) <= sizes[-3]]
+    assert "train: dropped 2 of 12 prompts" in caplog.text
+    fit = problems.fitting(data, 256, tools=1)
+    assert [fit.at(position).id for position in range(12)] == [item.id for item in items]  # the order stays the seed's
 
 
 def test_of_one_prompt_none_is_held_out_unless_evaluation_was_asked_for(
@@ -407,9 +430,9 @@ def test_the_same_problems_as_if_all_had_been_tokenised(
         problems, held_out = load(data, stock_chat(kind), 70, seed=3)
         found.append(([problems.at(place) for place in range(len(problems))], held_out))
     assert found[0] == found[1]
-    fitting, held_out = found[0]
-    assert 50 < len(fitting) < 272 - 9
-    assert {problem.prompt_ids for problem in fitting}.isdisjoint(problem.prompt_ids for problem in held_out)
+    kept, held_out = found[0]
+    assert 50 < len(kept) < 272 - 9
+    assert {problem.prompt_ids for problem in kept}.isdisjoint(problem.prompt_ids for problem in held_out)
 
 
 def test_short_prompts_are_tokenised_as_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
