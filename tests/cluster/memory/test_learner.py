@@ -24,7 +24,7 @@ from cluster.memory.learner import (
     step_bytes,
 )
 from cluster.memory.plan import Misfit, Plan, Wish, Workload, least, plan
-from cluster.memory.shape import SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
+from cluster.memory.shape import ALL, ATTENTION, SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
 from learner.config.settings import LearnerConfig
 from learner.model import lora
 from learner.tools.meta_run import Footprint, footprint
@@ -109,26 +109,47 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.parametrize("name", MIXED)
-def test_the_model_is_the_step_of_layers_that_are_not_alike(name: str, policy: Checkpointing) -> None:
-    """Linear attention is the one that torch computes, packed."""
+def mixed(name: str, policy: Checkpointing, targets: tuple[str, ...]) -> tuple[Shape, Learning, Footprint]:
     import transformers
 
     kind, settings = MIXED[name]
     hf: Any = transformers
     config = hf.AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if key != "model_type"})
     shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), name)
-    learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": 2648})
+    told = {"push": "merged", "lora": {"targets": list(targets)}} if "experts" in targets else {}
+    learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": 2648, **told})
     fake = footprint(shape, learner, [(256, [300] * 8), (257, [299] * 8)])
-    learning = Learning(checkpointing=policy)
+    return shape, Learning(checkpointing=policy, targets=targets), fake
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        *((name, ALL) for name in MIXED),
+        *((name, (*ATTENTION, "experts")) for name in ("Qwen3-MoE", "Mixtral", "Qwen3.5-MoE", "Qwen3-Next")),
+    ],
+)
+def test_the_model_is_the_step_of_layers_that_are_not_alike(
+    name: str, policy: Checkpointing, targets: tuple[str, ...]
+) -> None:
+    """Linear attention is the one that torch computes, packed."""
+    shape, learning, fake = mixed(name, policy, targets)
     static = learner_static(shape, learning)
     parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
     planned = step_bytes(shape, learning, Micro.of(256, 300, 8, 2648))
     assert total(static, planned) == pytest.approx(fake.peak, rel=0.03)
     assert total(planned) == pytest.approx(fake.dynamic, rel=0.1)
+
+
+def test_adapters_of_experts_by_hand() -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts, 2048 x 768. Of rank 16 an expert has 16 * (2048 + 2 * 768) weights for
+    gate and up projection, and 16 * (768 + 2048) for the other."""
+    shape = SPARSE["Qwen3-30B-A3B"]
+    assert shape.lora_params(16, ("experts",)) == 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048)
+    assert shape.lora_params(16, (*ATTENTION, "experts")) == shape.lora_params(16) + shape.lora_params(16, ("experts",))
 
 
 @pytest.mark.long
