@@ -56,7 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
     "gpt_bigcode": GPT,
     "gpt_neox": {},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": FAMILIES["gpt_oss"][2],
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 16, "n_positions": 512},
     "granite": FAMILIES["granite"][2],
     "granite_swa": WINDOWS,

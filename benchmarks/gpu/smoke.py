@@ -39,10 +39,12 @@ from benchmarks.gpu.model import group
 from benchmarks.gpu.rows import Found, Missing, Row, conditions_of, measured, options_of, passed_on, run_all
 from cluster.actor import Shared
 from cluster.memory.shape import GB, SHAPES, Shape
+from examples.quantised_checkpoints import make_gpt_oss, make_quantised
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.model.fusion import fuse
 from learner.trainer.trainer import Trainer
+from rollout.data.model_files import CONFIG, read_json
 from rollout.delivery import Answer, Evidence, Push, check_digest
 from rollout.engine import EngineSettings
 from rollout.types import Adapter, Sampling, Weights
@@ -58,25 +60,25 @@ PROBE = 64  # tokens
 SAME_NATS = 0.1
 LONG = 1000  # tokens of completions that go on while a policy arrives
 LAYERS, TURNS = 4, 10  # of the kernels' row
+# Formats of quantised checkpoints -> what they need; on a CPU without AVX-512 vLLM has none of their kernels.
+QUANTISED = {"w4a16": "", "gptq": "", "awq": "", "fp8_channel": "card fp8", "fp8_block": "card fp8", "mxfp4": "card"}
 WORSE = 1.2  # a random direction of rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row runs. model: folder of a model of `shape`; lengths: tokens of prompt and completion."""
+    """Where a row runs. model: folder of a model of `shape`; lengths: tokens of prompt and completion; dtype: that of
+    weights and adapters."""
 
     device: str
     model: Path
     shape: Shape
     lengths: tuple[int, int]
+    dtype: str
 
     @property
     def on_card(self) -> bool:
         return self.device == "cuda"
-
-    @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.on_card else "float32"
 
     @property
     def kv_bytes(self) -> int:
@@ -199,6 +201,18 @@ async def deliver(place: Place, *, base: str = "none", push: str = "adapter", **
     }
 
 
+async def deliver_quantised(place: Place, *, kind: str) -> Found:
+    """The same on a tiny random checkpoint with quantised weights, in widths that vLLM's kernels for cards take."""
+    folder, wide = place.model.parent / f"quantised-{kind}", 256
+    if not folder.is_dir():
+        if kind == "mxfp4":
+            make_gpt_oss(folder, hidden_size=wide, intermediate_size=wide)
+        else:
+            make_quantised(folder, kind, hidden_size=wide)
+    shape = Shape.from_config(read_json(str(folder), CONFIG), kind)
+    return await deliver(replace(place, model=folder, shape=shape, lengths=(PROBE, PROBE), dtype="bfloat16"))
+
+
 async def sleep_and_wake(place: Place) -> Found:
     """Bytes that sleep gives back, seconds of both ways, and the same answer afterwards."""
     ids, sent = await trained(place)
@@ -305,6 +319,10 @@ def rows(options: argparse.Namespace) -> list[Row]:
         Row("smoke-nf4", partial(engine, deliver, "card and bitsandbytes", {"base": "nf4"})),
         Row("smoke-continue", partial(engine, replace_in_flight, "versions", {})),
         Row("smoke-fp8", partial(engine, deliver, "fp8", {"kv_cache_dtype": "fp8"})),
+        *(
+            Row(f"smoke-{kind}", partial(engine, deliver_quantised, needs, {"kind": kind}))
+            for kind, needs in QUANTISED.items()
+        ),
         Row("smoke-oom", partial(engine, run_out_of_memory, "card", {})),
         Row("smoke-alternating", partial(run, [*system.TURNS, "memory.device=24GiB"], "card")),
     ]
@@ -319,7 +337,8 @@ def _engine(
 ) -> Found:
     _check(needs, device)
     shape, lengths = (system.TINY, (48, 48)) if options.tiny else (SHAPES["Qwen2.5-0.5B"], (256, 512))
-    place = Place(device, system.model(options, shape).absolute(), shape, lengths)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    place = Place(device, system.model(options, shape).absolute(), shape, lengths, dtype)
 
     async def done() -> Found:
         return await work(place, **changes)
@@ -351,9 +370,9 @@ def _check(needs: str, device: str) -> None:
             check_can_continue()
         except ValueError as error:
             raise Missing(str(error)) from error
-    if needs == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+    if "fp8" in needs and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise Missing("fp8 needs compute capability 8.9")
-    if needs == "fp8" and device == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if "fp8" in needs and device == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         raise Missing("fp8 on a CPU needs AVX-512")
 
 

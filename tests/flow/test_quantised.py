@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.quantised_checkpoints import make_quantised
 from tests.flow.run import Run
-from tests.quantised_checkpoints import make_quantised
 
 MISMATCH = 0.2  # nats, of any token in bfloat16; measured 0.06 to 0.085, and 0.085 with the same weights in 16 bits
 

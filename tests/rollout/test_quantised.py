@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.errors import WrongInput
+from examples.quantised_checkpoints import GROUPED, KINDS, make_gpt_oss, make_quantised
 from rollout.data.weight_names import check_fit, check_model
 from rollout.quantised import NOT_WITH, Format, check_base, check_kernel, format_of
-from tests.quantised_checkpoints import GROUPED, KINDS, make_gpt_oss, make_quantised
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 W4A16, GPTQ, AWQ, CHANNEL, BLOCK = (KINDS[kind][1] for kind in ("w4a16", "gptq", "awq", "fp8_channel", "fp8_block"))

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.files import digests_in
+from examples.quantised_checkpoints import make_quantised
 from examples.random_families import make_family
 from learner.config.settings import LoraConfig
 from learner.driver import checkpoint
@@ -37,7 +38,6 @@ from learner.tools.export.source import Proof, Said, Window, check, compare
 from rollout.data.model_files import WEIGHTS_FILE
 from tests.learner.tools.exports import STEP, run_folder
 from tests.learner.tools.fake_hub import FakeHub, fake_hub
-from tests.quantised_checkpoints import make_quantised
 
 # gleaner export --push-to: what goes to a hub, when, and what a hub that will not have it costs.
 

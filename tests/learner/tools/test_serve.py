@@ -25,12 +25,12 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.errors import WrongInput
+from examples.quantised_checkpoints import make_quantised
 from examples.random_families import make_family
 from examples.random_towers import make_checkpoint
 from learner.tools import server
 from learner.tools.served_stops import TrainingStops
 from learner.tools.server import serve, server_of
-from tests.quantised_checkpoints import make_quantised
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.errors import WrongInput
+from examples.quantised_checkpoints import make_quantised
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.base import load_base
@@ -19,7 +20,6 @@ from learner.trainer.trainer import held_of
 from rollout.types import Adapter, Sampling
 from rollout.vllm.arguments import quantised_arguments
 from rollout.vllm.engine import VllmEngine
-from tests.quantised_checkpoints import make_quantised
 from tests.rollout.engine_case import PROMPT, run, settings
 
 RMS = 0.05  # nats, in bfloat16; measured 0.022 over 1,000 tokens, and 0.025 for GPTQ with scales that are not rounded

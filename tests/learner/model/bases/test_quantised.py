@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from cluster.errors import WrongInput
+from examples.quantised_checkpoints import E2M1, KINDS, e4m3, make_gpt_oss, make_quantised
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.base import load_base
 from learner.model.bases.quantised import QuantisedLinear, dequantised, dequantised_blocks
 from learner.model.policy import Policy
 from rollout.quantised import Format
-from tests.quantised_checkpoints import E2M1, KINDS, e4m3, make_gpt_oss, make_quantised
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=8, alpha=16)

@@ -188,17 +188,18 @@ def mxfp4(weight: Array) -> tuple[Tensors, Array]:
     }, defined.reshape(weight.shape)
 
 
-def make_gpt_oss(path: Path) -> dict[str, Array]:
+def make_gpt_oss(path: Path, *, hidden_size: int = 64, intermediate_size: int = 96) -> dict[str, Array]:
     """Writes a tiny random gpt-oss with experts in MXFP4 under path; returns the weights [experts, in, out] of its
     experts by the format's definition, by transformers' names."""
     config = transformers.GptOssConfig(
-        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, num_local_experts=4, num_experts_per_tok=2, eos_token_id=258,
-        pad_token_id=259, initializer_range=0.1, max_position_embeddings=512, rope_parameters={"rope_type": "default"},
+        vocab_size=260, hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_local_experts=4, num_experts_per_tok=2,
+        eos_token_id=258, pad_token_id=259, initializer_range=0.1, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default"},
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm: Any = transformers.GptOssForCausalLM(config)
+        lm: Any = transformers.GptOssForCausalLM(config)  # type: ignore[no-untyped-call]
     lm.bfloat16().save_pretrained(path)
     tensors, defined = dict[str, torch.Tensor](), dict[str, Array]()
     for name, weight in load_file(path / "model.safetensors").items():
