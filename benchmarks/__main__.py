@@ -68,6 +68,8 @@ CASES = (
     Case("ranks", "speed and memory of two ranks of the learner", "learner.ranks", "ranks"),
     Case("families", "sampler against learner, token by token, of each model family", "learner.model_families",
          "model_families"),
+    Case("experts", "what twenty steps gain with adapters of attention and experts, three seeds",
+         "learner.model_families --experts", "expert_adapters"),
     Case("shared_base", "one base for both roles against two, to the bit, of each model family",
          "learner.model_families --shared-base", ""),
     Case("memory_table", "the learner's peak for every model of the table", "learner.memory_tables peaks",

@@ -256,13 +256,19 @@ def test_numbers_that_are_not_finite_are_told_apart_and_nan_is_nan(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 30_000, '{"step": 3, "cursor": {"low": -1, "done": []}, "evaluations": []}', "3"]
+    ("text", "said"),
+    [
+        ("[" * 30_000, "nested"),
+        ('{"step": 3, "cursor": {"low": -1, "done": []}, "evaluations": []}', "state.json: cursor.low: Input should"),
+        ("3", "state.json"),
+    ],
 )
-def test_the_state_of_a_checkpoint_is_a_state_or_a_sentence(tmp_path: Path, text: str) -> None:
+def test_the_state_of_a_checkpoint_is_a_state_or_a_sentence(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / checkpoint.STATE).write_text(text)
     with pytest.raises(WrongInput) as caught:
         checkpoint.read_state(tmp_path)
     assert str(caught.value).startswith("resume: the state of a checkpoint must be as gleaner writes it: ")
+    assert said in str(caught.value)
     (tmp_path / "step-000003").mkdir()
     outside = json.dumps({"step": 3, "files": {"trainer/../../../x": {"bytes": 1, "sha256": ""}}})
     for manifest in (text, outside):
