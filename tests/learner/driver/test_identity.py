@@ -270,10 +270,13 @@ def test_the_state_of_a_checkpoint_is_a_state_or_a_sentence(tmp_path: Path, text
     assert str(caught.value).startswith("resume: the state of a checkpoint must be as gleaner writes it: ")
     assert said in str(caught.value)
     (tmp_path / "step-000003").mkdir()
-    outside = json.dumps({"step": 3, "files": {"trainer/../../../x": {"bytes": 1, "sha256": ""}}})
-    for manifest in (text, outside):
+    outside = ["trainer/../../../x", "trainer\0x"]
+    manifests = [json.dumps({"step": 3, "files": {name: {"bytes": 1, "sha256": ""}}}) for name in outside]
+    for manifest, why in zip(
+        [text, *manifests], ["is not usable", *["lies outside of the checkpoint"] * 2], strict=True
+    ):
         (tmp_path / "step-000003" / checkpoint.MANIFEST).write_text(manifest)
-        assert "is not usable" in str(checkpoint.verify(tmp_path / "step-000003"))
+        assert why in str(checkpoint.verify(tmp_path / "step-000003"))
 
 
 def test_what_is_allowed_by_name_passes_and_is_told_and_the_rest_does_not(tmp_path: Path) -> None:
