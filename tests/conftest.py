@@ -62,30 +62,42 @@ PROCESSES = (
 
 
 DRIVER = ("tests/learner/api/", "tests/learner/driver/", "tests/learner/tools/")
+SHARES = ("processes", "vLLM", "the learner", "the driver", "the rest", "the repository")  # the longest first
 
 
-class InFour(LoadScopeScheduling):  # type: ignore[misc]
-    """Four shares for three processes (`-n 3 --dist loadscope`), of which the first to be free takes the last: runs and
-    ranks, which wait for processes a good part of the time; the driver; the learner; the rest. Each keeps the order of
-    one process, in which what a test leaves behind is known to do no harm.
+def share_of(nodeid: str) -> str:
+    if nodeid.startswith(PROCESSES):
+        return "processes"
+    if nodeid.startswith("tests/rollout/vllm/"):
+        return "vLLM"
+    if nodeid.startswith(DRIVER):
+        return "the driver"
+    if nodeid.startswith("tests/learner/"):
+        return "the learner"
+    return "the repository" if nodeid.startswith("tests/test_") else "the rest"
+
+
+class InShares(LoadScopeScheduling):  # type: ignore[misc]
+    """Six shares for three processes (`-n 3 --dist loadscope`), of which the first to be free takes the next. Runs and
+    ranks wait for processes a good part of the time. Each share keeps the order of one process, in which what a test
+    leaves behind is known to do no harm.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(PROCESSES):
-            return "processes"
-        if nodeid.startswith(DRIVER):
-            return "the driver"
-        return "the learner" if nodeid.startswith("tests/learner/") else "the rest"
+        return share_of(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InFour:
-    return InFour(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InShares:
+    config.option.loadscopereorder = False  # which would begin with the share of the most tests
+    return InShares(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
     if "__mutmut_" in mutant:
         likeliest_first(items, mutant)
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: SHARES.index(share_of(item.nodeid)))
 
 
 def likeliest_first(items: list[pytest.Item], mutant: str) -> None:

@@ -116,7 +116,7 @@ def said(words: list[str], **environment: str) -> list[str]:
     return [line.strip() for line in told.stderr.splitlines() if " OMP_" in line]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["export", pytest.param("reward-model", marks=pytest.mark.long)])
 def test_threads_sleep_while_they_wait(command: str) -> None:
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in said(COMMANDS[command])
 

@@ -39,7 +39,10 @@ SCRIPT = "from rewards import vowels\nfrom gleaner import train\n\ntrain(config=
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("program", [["-m", "gleaner", "train", "--config", "config.yaml"], ["script.py"]])
+@pytest.mark.parametrize(
+    "program",
+    [["-m", "gleaner", "train", "--config", "config.yaml"], pytest.param(["script.py"], marks=pytest.mark.long)],
+)
 def test_a_run_beside_files_of_our_names(program: list[str], tmp_path: Path) -> None:
     """In a generator's own processes, in Ray workers that are not prestarted, and in those of environments."""
     more = {"cluster": {"rewards": {"processes": 1}}} if program[0] == "-m" else {"env": {"use": "rollout.py:Once"}}

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-ROWS = ("engine", "slices", "kernels", "shared", "sleep", "merged", "nf4", "continue", "fp8", "oom", "alternating")
+ROWS = (
+    "engine", "slices", "kernels", "shared", "sleep", "merged", "nf4", "continue", "fp8", "w4a16", "gptq", "awq",
+    "fp8_channel", "fp8_block", "mxfp4", "oom", "alternating",
+)  # fmt: skip
 
 
 @pytest.mark.gpu

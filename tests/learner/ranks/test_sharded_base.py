@@ -207,7 +207,7 @@ async def test_a_full_disk_is_every_ranks_error(tmp_path: Path) -> None:
 #
 # FAMILIES=all: all of KINDS (three minutes); else some that differ most.
 
-FEW = ("gemma3", "lfm2")
+FEW = ("gemma3", pytest.param("lfm2", marks=pytest.mark.long))
 KINDS = (
     "llama", "mistral", "gemma", "gemma2", "gemma3", "qwen3", "cohere", "glm4", "granite", "olmo2", "olmo3", "phi3",
     "apertus", "exaone4", "starcoder2", "helium", "smollm3", "lfm2", "nemotron",

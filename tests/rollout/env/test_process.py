@@ -348,6 +348,7 @@ async def test_code_is_loaded_once_with_its_variables(tmp_path: Path, monkeypatc
     assert (tmp_path / "mine.py.loaded").read_text() == "sesame "
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("another_server")
 async def test_code_that_never_loads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame")

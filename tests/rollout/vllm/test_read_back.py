@@ -111,7 +111,11 @@ def test_a_factor_that_is_rounded_and_a_slot_that_is_not_clean(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("tied", "family", "dtype"),
-    [(True, "Qwen2", "bfloat16"), (True, "Qwen2", "float32"), (False, "Llama", "float32")],
+    [
+        (True, "Qwen2", "bfloat16"),
+        pytest.param(True, "Qwen2", "float32", marks=pytest.mark.long),
+        (False, "Llama", "float32"),
+    ],
 )
 def test_whole_weights_are_read_from_what_the_kernels_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, family: str, dtype: str

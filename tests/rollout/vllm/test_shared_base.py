@@ -50,7 +50,7 @@ def start(path: Path, dtype: str = "float32") -> tuple[VllmEngine, Manifest]:
     return engine, run(engine.share_base())
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["Qwen2", pytest.param("phi3", marks=pytest.mark.long)])
 def test_logprobs_and_gradients_are_those_of_an_own_copy(family: str, tmp_path: Path) -> None:
     """With biases, and fused in the checkpoint; what the engine has rounded as it loaded."""
     path = model_of(family, tmp_path)
@@ -256,7 +256,7 @@ def start_in_4_bits(path: Path) -> tuple[VllmEngine, Manifest]:
     return engine, run(engine.share_base())
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["Qwen2", pytest.param("phi3", marks=pytest.mark.long)])
 def test_logprobs_and_gradients_in_4_bits_are_those_of_an_own_copy(family: str, tmp_path: Path) -> None:
     """q, k, v and gate, up fused as vLLM loads, with biases; and fused in the checkpoint."""
     path = in_bfloat16(model_of(family, tmp_path))

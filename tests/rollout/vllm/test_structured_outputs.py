@@ -50,7 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("forms"))
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    "kind", ["json_schema", "grammar", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("regex", "choice"))]
+)
 def test_completions_have_the_form_and_the_logprobs_of_the_whole_distribution(kind: str, model: Path) -> None:
     pytest.importorskip("vllm")
     given, fits = FORMS[kind]
