@@ -29,7 +29,13 @@ LIMIT = 2e-5  # nats
 WAYS: dict[str, dict[str, Any]] = {"adapter": {}, "merged": {"push": "merged"}, "full": {"mode": "full"}}
 WITH_EXPERTS = ("llama4", "qwen3_5_moe")  # only their attention is adapted
 HYBRID = ("qwen3_5", "qwen3_5_moe")  # vLLM's modules of them import torchvision
-HYBRID_LIMIT = 5e-5
+# Of Qwen3.5; and of Gemma 4, of which transformers' own float32 differs from its float64 by 1.5e-5, and by 3.1e-5
+# where keys are values.
+LIMITS = dict.fromkeys((*HYBRID, "gemma4", "gemma4_dense"), 5e-5)
+# Of the weights of random adapters. Of the hybrids' decays, which are exponents, larger ones make 5e-4 nats of what
+# float32 rounds, by PEFT's model as by ours (against float64).
+SIZE = 0.2
+SIZES = dict.fromkeys(HYBRID, 0.1)
 TOGETHER = [(name, way) for name in CHECKPOINTS for way in WAYS if way == "adapter" or name not in WITH_EXPERTS]
 
 
@@ -40,7 +46,7 @@ def test_the_text_part_is_what_the_whole_model_computes_of_text(name: str, tmp_p
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_an_exported_adapter_fits_the_whole_model(name: str, tmp_path: Path) -> None:
-    check_export(make_checkpoint(tmp_path / "checkpoint", name), tmp_path / "adapter")
+    check_export(make_checkpoint(tmp_path / "checkpoint", name), tmp_path / "adapter", SIZES.get(name, SIZE))
 
 
 @pytest.mark.parametrize(("name", "way"), TOGETHER)
@@ -49,7 +55,7 @@ def test_sampler_and_learner_are_one_policy(name: str, way: str, tmp_path: Path)
         pytest.importorskip("torchvision")
     steps = run(f"{name}+towers", tmp_path, 3, WAYS[way])
     assert len(steps) == 3
-    assert max(step["policy/mismatch_max"] for step in steps) < (HYBRID_LIMIT if name in HYBRID else LIMIT)
+    assert max(step["policy/mismatch_max"] for step in steps) < LIMITS.get(name, LIMIT)
 
 
 def of_next_token(every: torch.Tensor) -> torch.Tensor:
@@ -129,7 +135,7 @@ def test_vllm_holds_the_text_part_alone_and_exported_adapters_fit_the_whole_chec
     if name in HYBRID:
         pytest.importorskip("torchvision")
     policy = make_policy(str(checkpoint))
-    random_adapter(policy)
+    random_adapter(policy, SIZES.get(name, SIZE))
     own = of_next_token(logprobs(policy))
     export(policy, folder, str(checkpoint))
 

@@ -66,10 +66,11 @@ def check_text_part(checkpoint: Path) -> None:
     assert check_fit(str(checkpoint))
 
 
-def check_export(checkpoint: Path, folder: Path) -> None:
-    """An exported adapter is in force on the whole model, on its decoder alone, and is read back bit by bit."""
+def check_export(checkpoint: Path, folder: Path, size: float = 0.2) -> None:
+    """An exported adapter is in force on the whole model, on its decoder alone, and is read back bit by bit. size: of
+    the adapter's random weights."""
     policy = make_policy(str(checkpoint))
-    random_adapter(policy)
+    random_adapter(policy, size)
     export(policy, folder, str(checkpoint))
     whole = whole_model(checkpoint)
     base = logprobs(whole)
