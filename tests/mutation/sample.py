@@ -20,6 +20,7 @@ from mutmut.utils.format_utils import get_mutant_name
 # tests/learner/ranks in several processes, by a CUDA card, or by vLLM itself (tests/flow).
 ELSEWHERE = re.compile(
     r"learner\.trainer\.state\.x(_weights_of|_set_weights|ǁDividedStateǁ|__(states|in_blocks|in_files|file_of|first|reason)__)"
+    r"|learner\.trainer\.trainer\.xǁDividedNormǁ"
     r"|rollout\.weights\.xǁ_Mappingǁ_register|rollout\.worker\.x_vllm_engine"
 )
 

@@ -128,6 +128,15 @@ def test_the_longer_side_and_the_bound_are_named(idle: IdleTimes, config: RunCon
 
 
 @pytest.mark.parametrize(
+    ("generator", "learner", "shared"), [(0.5, 0.5, True), (1, 0.5, False), (0.5, 1, False), (1, 1, False)]
+)
+def test_only_slices_of_one_card_are_shared(generator: float, learner: float, shared: bool) -> None:
+    told = advice(IdleTimes(10, 4, 6), advised(0, {"gpus": {"generator": generator, "learner": learner}}))
+    assert told is not None
+    assert ("here they share it" in told) == shared
+
+
+@pytest.mark.parametrize(
     ("idle", "max_staleness"),
     [
         (IdleTimes(), 0),

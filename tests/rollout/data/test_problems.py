@@ -290,6 +290,7 @@ def test_held_out_prompts_that_are_too_long_are_counted_and_dropped_alike(
     items = [problems.at(position) for position in range(12)]
     sizes = sorted(len(item.prompt_ids) for item in items)
     assert fitting(items, data, sizes[-1] + 9, tools=9) == items
+    assert fitting(items, data, sizes[-1]) == items
     assert fitting([], data, 1) == []
     with pytest.raises(WrongInput, match=r"which take 9, and 2 of 12 do not \(train-\d+, train-\d+; the longest has"):
         fitting(items, data, sizes[-3] + 9, tools=9)
