@@ -345,6 +345,28 @@ async def test_memory_that_runs_out_in_the_values_pass_does_not_repeat_the_polic
     assert distance(copied(value_masters(trainer)), copied(value_masters(calm))) < 1e-4
 
 
+async def test_a_rehearsal_learns_values_too_and_leaves_nothing(
+    tiny_path: str, value_path: str, batch: list[pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, fresh = (ppo_trainer(tiny_path, start=value_path, token_budget=200) for _ in range(2))
+    before, learn, seen = copied(value_masters(trainer)), trainer._updates.value._learn, []
+
+    def learned(batches: Any, **more: Any) -> Any:
+        parts = learn(batches, **more)
+        seen.extend(batch.ids.numel() for batch in batches)
+        assert max(float(weight.grad.abs().max()) for weight in value_masters(trainer).values()) > 0
+        return parts
+
+    monkeypatch.setattr(trainer._updates.value, "_learn", learned)
+    await trainer.rehearse(9)
+    assert len(seen) == 1
+    assert 100 < seen[0] <= 200
+    assert largest(copied(value_masters(trainer)), before) == 0
+    assert all(weight.grad is None or not weight.grad.any() for weight in value_masters(trainer).values())
+    told, wanted = await trainer.step(batch), await fresh.step(batch)
+    assert told["value/loss"] == wanted["value/loss"]
+
+
 async def test_what_a_value_cannot_start_from_is_refused_by_its_setting(tiny_path: str, adapter_path: str) -> None:
     with pytest.raises(ValueError, match=r"^learner.value.start: task_type of .* must be 'SEQ_CLS', got 'CAUSAL_LM'"):
         ppo_trainer(tiny_path, start=adapter_path)
