@@ -138,6 +138,9 @@ async def test_groups_that_are_lost_with_their_generator_are_begun_anew_and_coun
     assert again
     assert [line["rollout/begun_anew"] for line in lines(tmp_path)[1:]] == [0, *[len(again)] * 3]
     assert [line["rollout/restarts"] for line in lines(tmp_path)[1:]] == [0, 1, 1, 1]
+    for line in lines(tmp_path)[1:]:
+        assert line["rollout/tokens"] > 0
+        assert line["rollout/tokens_per_s"] * line["time/step"] == pytest.approx(line["rollout/tokens"])
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
