@@ -32,11 +32,14 @@ HYBRID = ("qwen3_5", "qwen3_5_moe")  # vLLM's modules of them import torchvision
 # Of Qwen3.5; and of Gemma 4, of which transformers' own float32 differs from its float64 by 1.5e-5, and by 3.1e-5
 # where keys are values.
 LIMITS = dict.fromkeys((*HYBRID, "gemma4", "gemma4_dense"), 5e-5)
-# Of the weights of random adapters. Of the hybrids' decays, which are exponents, larger ones make 5e-4 nats of what
+# Of the weights of random adapters. Of Qwen3.5's decays, which are exponents, larger ones make 5e-4 nats of what
 # float32 rounds, by PEFT's model as by ours (against float64).
 SIZE = 0.2
-SIZES = dict.fromkeys(HYBRID, 0.1)
+SIZES = {"qwen3_5": 0.1}
 TOGETHER = [(name, way) for name in CHECKPOINTS for way in WAYS if way == "adapter" or name not in WITH_EXPERTS]
+# vLLM turns the rows of Llama 4's queries and keys for its rotary embedding, and not those of an adapter's B. The proof
+# of delivery ends such a run.
+TURNED = pytest.mark.xfail(strict=True, reason="vLLM does not turn adapters of Llama 4 as it turns its weights")
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -49,7 +52,9 @@ def test_an_exported_adapter_fits_the_whole_model(name: str, tmp_path: Path) -> 
     check_export(make_checkpoint(tmp_path / "checkpoint", name), tmp_path / "adapter", SIZES.get(name, SIZE))
 
 
-@pytest.mark.parametrize(("name", "way"), TOGETHER)
+@pytest.mark.parametrize(
+    ("name", "way"), [pytest.param(name, way, marks=TURNED if name == "llama4" else ()) for name, way in TOGETHER]
+)
 def test_sampler_and_learner_are_one_policy(name: str, way: str, tmp_path: Path) -> None:
     if name in HYBRID:
         pytest.importorskip("torchvision")
@@ -79,7 +84,7 @@ def in_vllm(model: str, adapter: str | None, *, whole: bool) -> tuple[list[float
 
 def _in_vllm(model: str, adapter: str | None, whole: bool) -> tuple[list[float], int]:
     from rollout.engine import EngineSettings
-    from rollout.vllm.arguments import build_engine, engine_arguments
+    from rollout.vllm.arguments import build_engine, engine_arguments, lora_arguments
     from rollout.vllm.cpu import prepare_cpu_process
 
     prepare_cpu_process()
@@ -95,7 +100,7 @@ def _in_vllm(model: str, adapter: str | None, whole: bool) -> tuple[list[float],
     )  # fmt: skip
     arguments = engine_arguments(settings, cuda=False)
     if whole:
-        arguments.pop("lora_target_modules", None)
+        arguments |= lora_arguments(model, ()) if adapter else {}
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments, language_model_only=True))
     else:
         engine = build_engine(arguments, shares_base=False)
@@ -127,7 +132,7 @@ def _loaded_sizes() -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TURNED if name == "llama4" else ()) for name in CHECKPOINTS])
 def test_vllm_holds_the_text_part_alone_and_exported_adapters_fit_the_whole_checkpoint(
     name: str, tmp_path: Path
 ) -> None:
