@@ -60,8 +60,10 @@ PROBE = 64  # tokens
 SAME_NATS = 0.1
 LONG = 1000  # tokens of completions that go on while a policy arrives
 LAYERS, TURNS = 4, 10  # of the kernels' row
-# Formats of quantised checkpoints -> what they need; on a CPU without AVX-512 vLLM has none of their kernels.
-QUANTISED = {"w4a16": "", "gptq": "", "awq": "", "fp8_channel": "card fp8", "fp8_block": "card fp8", "mxfp4": "card"}
+# Formats of quantised checkpoints -> what they need (rollout.quantised.check_kernel).
+QUANTISED = {
+    "w4a16": "", "gptq": "", "awq": "", "fp8_channel": "card and fp8", "fp8_block": "card and fp8", "mxfp4": "card",
+}  # fmt: skip
 WORSE = 1.2  # a random direction of rounding
 
 
@@ -202,13 +204,13 @@ async def deliver(place: Place, *, base: str = "none", push: str = "adapter", **
 
 
 async def deliver_quantised(place: Place, *, kind: str) -> Found:
-    """The same on a tiny random checkpoint with quantised weights, in widths that vLLM's kernels for cards take."""
+    """What `deliver` does, on a tiny random checkpoint with quantised weights. 256 is meant as a width that vLLM's
+    kernels for cards take."""
     folder, wide = place.model.parent / f"quantised-{kind}", 256
-    if not folder.is_dir():
-        if kind == "mxfp4":
-            make_gpt_oss(folder, hidden_size=wide, intermediate_size=wide)
-        else:
-            make_quantised(folder, kind, hidden_size=wide)
+    if kind == "mxfp4":
+        make_gpt_oss(folder, hidden_size=wide, intermediate_size=wide)
+    else:
+        make_quantised(folder, kind, hidden_size=wide)
     shape = Shape.from_config(read_json(str(folder), CONFIG), kind)
     return await deliver(replace(place, model=folder, shape=shape, lengths=(PROBE, PROBE), dtype="bfloat16"))
 

@@ -21,7 +21,6 @@ from cluster.memory.shape import (
     ALL,
     CONTEXT,
     DTYPE_BYTES,
-    EXPERTS,
     STATE_BYTES,
     Base,
     Checkpointing,
@@ -270,10 +269,12 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
 # micro-batch. C: its completion tokens. R: completion tokens in a tile of the head. S: keys that its completions attend
 # to (a shared prompt once per completion). h, f, q, k: width of the hidden states, of the feed-forward block, of all
 # query heads, of all key heads (also of all value heads), in elements. rank: LoRA rank times the number of targets.
-# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these; expert_adapters:
-# weights of the adapters of all of them. state: elements of the state of linear attention; state_heads, state_keys,
-# state_values: its heads that have one, and the widths of its keys and values; repeated_keys: width of its keys, once
-# for each such head. Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
+# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these. routed,
+# adapted_experts: whether a block has experts, and whether LoRA adapts them; expert_rank: rank of the adapters of those
+# that a token goes to; expert_adapters: weights of the adapters of all. state: elements of the state of linear
+# attention; state_heads, state_keys, state_values: its heads that have one, and the widths of its keys and values;
+# repeated_keys: width of its keys, once for each such head. Letters for a kind of model or of training are 0 or 1,
+# unless a comment says otherwise.
 #
 # Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
 # are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
@@ -339,7 +340,7 @@ KEPT_FEED = (
     Term(11, "N chosen", "measured"),
     Term(2, "N chosen h adapted_experts", "an expert's tokens, which its adapter reads"),
     Term(2, "N chosen_f adapted_experts", "the same of gate times up"),
-    Term(4, "N rank_of_expert", "what the first matrices of the expert's two adapters give"),
+    Term(4, "N expert_rank", "what the first matrices of the expert's two adapters give"),
     Term(4, "N experts", "the router's probabilities, float32"),
 )
 
@@ -372,7 +373,7 @@ AGAIN_EXPERTS = (  # another lower bound, where experts are wide
     Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
     Term(-2, "N chosen_f adapted_experts", "the product, freed before"),
     Term(-2.3, "N h routed", "what is freed before; measured"),
-    Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
+    Term(4, "expert_adapters", "as above"),
 )
 # What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
 AGAIN_FEED_ALONE = (
@@ -382,7 +383,7 @@ AGAIN_FEED_ALONE = (
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
     Term(6, "N chosen h", "as above"),
     Term(8, "N h routed", "measured"),
-    Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
+    Term(4, "expert_adapters", "as above"),
     Term(1.85, "N h float_norms", "measured"),
 )
 
@@ -416,18 +417,17 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     floats, repeated = learning.keeps_floats(shape), mixer.keys != mixer.queries
     norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
     rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
-    of_one = max(learning.rank, learning.value_rank)
-    rank = of_one * len(shape.adapted(layer, learning.targets))
+    lora_rank = max(learning.rank, learning.value_rank)
+    widths = shape.expert_widths(layer, learning.targets)
     count, chosen, of_expert = (0, 0, 0) if feed.experts is None else (
         feed.experts.count, feed.experts.chosen, feed.experts.ffn
     )  # fmt: skip
-    adapts = count > 0 and EXPERTS in learning.targets
     width = mixer.recurrent // mixer.state_values if mixer.state_values else 0
     return {
         "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
         "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
         "heads": mixer.heads, "kv_heads": mixer.kv_heads,
-        "rank": rank,
+        "rank": lora_rank * len(shape.adapted(layer, learning.targets)),
         "normed": norms,  # elements that a layer's norms multiply
         "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
@@ -435,8 +435,8 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "segments": learning.segments, "repeated": learning.segments and repeated,
         "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
         "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "routed": count > 0,
-        "adapted_experts": adapts, "rank_of_expert": adapts * chosen * of_one,
-        "expert_adapters": adapts * count * of_one * (2 * shape.hidden + 3 * of_expert),
+        "adapted_experts": widths > 0, "expert_rank": chosen * lora_rank if widths else 0,
+        "expert_adapters": lora_rank * widths,
         "gemma_4": shape.kind == "gemma4_text", "per_layer": sum(min(one[1:]) for one in layer.linear) // 2,
         "float_norms": floats and not learning.keeps_gates(shape),
         "gated": mixer.gated, "convolution": mixer.convolved > 0 and mixer.recurrent == 0,

@@ -74,7 +74,7 @@ OWNERS = {
 VARIANT = re.compile(r"-(?:instruct|thinking|base|it|pt)(?=-|$)|-[0-9]{4}$")  # parts of a name that leave the shape
 ALL: tuple[str, ...] = ("all-linear",)  # targets: every linear module, of a model with experts those of attention
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-EXPERTS = "experts"  # in targets: the matrices of all routed experts (learner.model.experts)
+EXPERTS = "experts"  # in targets, and in learner.lora.targets: the matrices of all routed experts
 # What config.json may leave out of text_config, since transformers' class has it (Gemma 3 as it is published).
 UNSAID = {"gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 SPLIT_BY_INPUT = (
@@ -155,6 +155,14 @@ class Shape:
         names = targets if tuple(targets) != ALL else ATTENTION if self.has_experts else None
         return [one for one in layer.linears if names is None or one.name in names]
 
+    def expert_widths(self, layer: Layer, targets: Sequence[str]) -> int:
+        """in + out, summed over what LoRA adapts of a layer's experts: of each the gate and up projections as one
+        matrix, and the down projection. 0 if the targets do not name experts."""
+        experts = layer.feed.experts
+        if experts is None or EXPERTS not in targets:
+            return 0
+        return experts.count * (2 * self.hidden + 3 * experts.ffn)
+
     @property
     def norms(self) -> tuple[int, int]:
         """How many RMS norms of width `hidden`, and of width `head_dim`, a layer has."""
@@ -226,17 +234,12 @@ class Shape:
         return self.params - sum(count * layer.idle for count, layer in self.stacks)
 
     def lora_params(self, rank: int, targets: tuple[str, ...] = ALL, shards: int = 1) -> int:
-        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1); an expert
-        has two matrices, gate and up projection in one. With several shards those of one shard, which has a part of one
-        of the two matrices (rollout.vllm.read_back)."""
+        """Weights of a LoRA adapter: rank * (in + out) per target and layer (Hu et al. 2021, section 4.1). With several
+        shards those of one shard, which has a part of one of the two matrices (rollout.vllm.read_back)."""
         found = [(count, one) for count, layer in self.stacks for one in self.adapted(layer, targets)]
         if self.per_layer is not None and (targets == ALL or self.per_layer.linear.name in targets):
             found.append((1, self.per_layer.linear))
-        of_experts = sum(
-            count * layer.feed.experts.count * (2 * self.hidden + 3 * layer.feed.experts.ffn)
-            for count, layer in self.stacks
-            if layer.feed.experts and EXPERTS in targets
-        )
+        of_experts = sum(count * self.expert_widths(layer, targets) for count, layer in self.stacks)
         widths = (
             count * (one.inputs // shards + one.outputs if one.name in SPLIT_BY_INPUT else
                      one.inputs + one.outputs // shards)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from cluster.config import ClusterConfig, Frozen, Positive
-from cluster.memory.shape import LoraRank, OptimizerKind
+from cluster.memory.shape import EXPERTS, LoraRank, OptimizerKind
 from cluster.trackers import known_tracker
 from learner.algo.surrogates import LossConfig
 from learner.config.arrangement import ARRANGEMENTS, Arrangement
@@ -19,9 +19,6 @@ from rollout.env.config import EnvConfig
 # What the learner does with a batch: adapter, loss, optimizer, schedule, memory of a step.
 
 AUTO_TOKEN_BUDGET = 8192  # tokens of a micro-batch where no plan says otherwise
-
-
-EXPERTS = "experts"  # in learner.lora.targets: the routed experts
 
 
 class LoraConfig(Frozen):

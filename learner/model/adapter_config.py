@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cluster.errors import WrongInput
+from cluster.memory.shape import EXPERTS
 from cluster.reading import read_mapping
 from learner.config.load import why_not
-from learner.config.settings import EXPERTS, LoraConfig
+from learner.config.settings import LoraConfig
 from rollout.data.model_files import WEIGHTS_FILE, header, split
 from rollout.data.weight_names import SCORE
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cluster.errors import WrongInput
+from cluster.memory.shape import EXPERTS
 from learner.config import ModelConfig
-from learner.config.settings import EXPERTS, LoraConfig
+from learner.config.settings import LoraConfig
 from learner.model.adapter_config import check_same, read_adapter, targets_of
 from learner.model.base import check_finite
 from learner.model.bases.quantised import QuantisedLinear

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks.learner.model_families import run
 from examples.random_towers import CHECKPOINTS, make_checkpoint
+from learner.model.adapter_config import VLLM_FOLDER
 from learner.model.export import export
 from rollout.text_part import text_tensors
 from rollout.vllm.environment import required_env
@@ -29,17 +29,20 @@ LIMIT = 2e-5  # nats
 WAYS: dict[str, dict[str, Any]] = {"adapter": {}, "merged": {"push": "merged"}, "full": {"mode": "full"}}
 WITH_EXPERTS = ("llama4", "qwen3_5_moe")  # only their attention is adapted
 HYBRID = ("qwen3_5", "qwen3_5_moe")  # vLLM's modules of them import torchvision
-# Of Qwen3.5; and of Gemma 4, of which transformers' own float32 differs from its float64 by 1.5e-5, and by 3.1e-5
-# where keys are values.
+# Gemma 4's is larger than LIMIT because transformers' float32 alone differs from its float64 by 1.5e-5, and by 3.1e-5
+# in gemma4_dense.
 LIMITS = dict.fromkeys((*HYBRID, "gemma4", "gemma4_dense"), 5e-5)
-# Of the weights of random adapters. Of Qwen3.5's decays, which are exponents, larger ones make 5e-4 nats of what
-# float32 rounds, by PEFT's model as by ours (against float64).
+# Standard deviation of the weights of random adapters. Qwen3.5's adapter changes the decay, which is an exponent: with
+# 0.2 float32's rounding becomes 5e-4 nats, in PEFT's model as in ours (each compared with float64).
 SIZE = 0.2
 SIZES = {"qwen3_5": 0.1}
 TOGETHER = [(name, way) for name in CHECKPOINTS for way in WAYS if way == "adapter" or name not in WITH_EXPERTS]
-# vLLM turns the rows of Llama 4's queries and keys for its rotary embedding, and not those of an adapter's B. The proof
-# of delivery ends such a run.
-TURNED = pytest.mark.xfail(strict=True, reason="vLLM does not turn adapters of Llama 4 as it turns its weights")
+LLAMA4 = pytest.mark.xfail(strict=True, reason="vLLM permutes Llama 4's weights of queries and keys, and no adapter's")
+
+
+def marked(name: str, *more: str) -> Any:
+    """The parameters of a test, which is expected to fail for Llama 4."""
+    return pytest.param(name, *more, marks=LLAMA4 if name == "llama4" else ())
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -52,9 +55,7 @@ def test_an_exported_adapter_fits_the_whole_model(name: str, tmp_path: Path) -> 
     check_export(make_checkpoint(tmp_path / "checkpoint", name), tmp_path / "adapter", SIZES.get(name, SIZE))
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [pytest.param(name, way, marks=TURNED if name == "llama4" else ()) for name, way in TOGETHER]
-)
+@pytest.mark.parametrize(("name", "way"), [marked(name, way) for name, way in TOGETHER])
 def test_sampler_and_learner_are_one_policy(name: str, way: str, tmp_path: Path) -> None:
     if name in HYBRID:
         pytest.importorskip("torchvision")
@@ -71,15 +72,11 @@ def of_next_token(every: torch.Tensor) -> torch.Tensor:
 def in_vllm(model: str, adapter: str | None, *, whole: bool) -> tuple[list[float], int]:
     """(the prompt logprobs of IDS, the bytes of the engine's parameters), in a process of its own. whole: of the
     checkpoint's own class in vLLM; else of the text part, as generators load it."""
-    spawn = multiprocessing.get_context("spawn")
-    before = dict(os.environ)
-    os.environ.update(required_env(cuda=False) | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"})
-    try:
-        with spawn.Pool(1) as pool:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**required_env(cuda=False), "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}.items():
+            patch.setenv(name, value)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.apply(_in_vllm, (model, adapter, whole))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _in_vllm(model: str, adapter: str | None, whole: bool) -> tuple[list[float], int]:
@@ -128,11 +125,11 @@ def _loaded_sizes() -> list[int]:
         load(self, model, model_config)
         sizes.append(sum(weight.numel() * weight.element_size() for weight in model.parameters()))
 
-    setattr(DefaultModelLoader, "load_weights", load_weights)  # noqa: B010
+    DefaultModelLoader.load_weights = load_weights  # type: ignore[method-assign]
     return sizes
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=TURNED if name == "llama4" else ()) for name in CHECKPOINTS])
+@pytest.mark.parametrize("name", [marked(name) for name in CHECKPOINTS])
 def test_vllm_holds_the_text_part_alone_and_exported_adapters_fit_the_whole_checkpoint(
     name: str, tmp_path: Path
 ) -> None:
@@ -153,13 +150,13 @@ def test_vllm_holds_the_text_part_alone_and_exported_adapters_fit_the_whole_chec
     # Where keys are values, vLLM holds their one matrix as two.
     text += sum(
         tensor.numel() * 4
-        for name, tensor in decoder.items()
-        if "k_proj" in name and name.replace("k_proj", "v_proj") not in decoder
+        for key, tensor in decoder.items()
+        if "k_proj" in key and key.replace("k_proj", "v_proj") not in decoder
     )
     assert math.isclose(held, text, rel_tol=0.01)
 
     # vLLM's own kernel of the delta rule computes in bfloat16: there the text part in our float32 engine reads it.
     pytest.importorskip("torchvision")
-    served = folder / "vllm" if (folder / "vllm").is_dir() else folder
+    served = folder / VLLM_FOLDER if (folder / VLLM_FOLDER).is_dir() else folder
     found, _ = in_vllm(str(checkpoint), str(served), whole=name not in HYBRID)
     assert float((torch.tensor(found) - own).abs().max()) < EQUAL

@@ -109,19 +109,6 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def mixed(name: str, policy: Checkpointing, targets: tuple[str, ...]) -> tuple[Shape, Learning, Footprint]:
-    import transformers
-
-    kind, settings = MIXED[name]
-    hf: Any = transformers
-    config = hf.AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if key != "model_type"})
-    shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), name)
-    told = {"push": "merged", "lora": {"targets": list(targets)}} if "experts" in targets else {}
-    learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": 2648, **told})
-    fake = footprint(shape, learner, [(256, [300] * 8), (257, [299] * 8)])
-    return shape, Learning(checkpointing=policy, targets=targets), fake
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["full", "none"])
 @pytest.mark.parametrize(
@@ -135,7 +122,16 @@ def test_the_model_is_the_step_of_layers_that_are_not_alike(
     name: str, policy: Checkpointing, targets: tuple[str, ...]
 ) -> None:
     """Linear attention is the one that torch computes, packed."""
-    shape, learning, fake = mixed(name, policy, targets)
+    import transformers
+
+    kind, settings = MIXED[name]
+    hf: Any = transformers
+    config = hf.AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if key != "model_type"})
+    shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), name)
+    told = {"push": "merged", "lora": {"targets": list(targets)}} if "experts" in targets else {}
+    learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": 2648, **told})
+    fake = footprint(shape, learner, [(256, [300] * 8), (257, [299] * 8)])
+    learning = Learning(checkpointing=policy, targets=targets)
     static = learner_static(shape, learning)
     parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
