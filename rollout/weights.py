@@ -409,6 +409,31 @@ def columns_of(version: int, width: int) -> Tensor:
     return torch.from_numpy(np.sort(chosen))
 
 
+# The order of rows in Llama 4's queries and keys. Its rotary embedding turns two neighbouring numbers of a head
+# together; vLLM's turns a number of the head's first half with one of its second. So vLLM brings the rows of these
+# weights into that order when it loads them (its llama4.py), but not those of an adapter's B.
+
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def turned_heads(config: Any, layer: str) -> int:
+    """How many heads a layer has whose rows vLLM holds in the order of `in_halves`; 0 if it leaves them as they are.
+
+    config: transformers' configuration of a text model. layer: the last part of the layer's name.
+    """
+    return int(getattr(config, _HEADS[layer])) if config.model_type == "llama4_text" and layer in _HEADS else 0
+
+
+def in_halves(weight: Tensor, heads: int) -> Tensor:
+    """[rows, columns] with the even rows of each head before its odd ones."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def in_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of in_halves."""
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
 # The layers that LoRA may adapt: the learner puts adapters on them, a generator gives them LoRA kernels.
 
 

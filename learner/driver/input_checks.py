@@ -24,7 +24,15 @@ from learner.driver.evaluate import accuracy_reward
 from learner.driver.failure import Findings
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
-from learner.model.adapter_config import NOTE, check_reference, follow, read_adapter, read_content, served
+from learner.model.adapter_config import (
+    NOTE,
+    VLLM_FOLDER,
+    check_reference,
+    follow,
+    read_adapter,
+    read_content,
+    served,
+)
 from rewards.base import tag_of
 from rewards.built_in.format import TAGS
 from rewards.built_in.unit_tests import late
@@ -32,7 +40,7 @@ from rewards.call import Group
 from rewards.check import try_rewards, withheld_notes
 from rewards.config import RewardConfig, functions_of
 from rewards.loader import BUILT_INS, no_file, no_function
-from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type
+from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type, text_of
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.files import Row
 from rollout.data.model_files import CONFIG, read_json, template_in
@@ -485,10 +493,17 @@ def check_lora(folder: str, key: str, base: str | None) -> None:
 
 
 def check_served(folder: str, key: str, base: str | None) -> None:
-    """As check_lora, also for the copy under vLLM's names in the adapter's folder, which must have the same layers."""
+    """As check_lora, also for the copy under vLLM's names in the adapter's folder, which must have the same layers.
+    Adapters of Llama 4 that others trained have no such copy, and vLLM would compute something else with them."""
     check_lora(folder, key, base)
     copy = served(Path(folder))
-    if copy != Path(folder):
+    if copy == Path(folder):
+        if base is not None and text_of(read_json(base, CONFIG)).get("model_type") == "llama4_text":
+            raise WrongInput(
+                f"{key}: an adapter of Llama 4 must have a copy in the order of rows that vLLM computes with, and "
+                f"{folder} has no {VLLM_FOLDER}/; give model.adapter: {folder} to a run, whose adapters have one"
+            )
+    else:
         check_lora(str(copy), key, base)
         check_copy(folder, str(copy), key, read_adapter(folder, key), read_adapter(str(copy), key))
 

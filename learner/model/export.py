@@ -15,7 +15,7 @@ from learner.model.policy import Policy
 from rollout.data.model_files import WEIGHTS_FILE, split
 from rollout.text_part import EXCLUDED, text_adapter, whole_adapter
 from rollout.types import Adapter, Weights, WeightsInFile
-from rollout.weights import Source, WeightsFile, pack, write
+from rollout.weights import Source, WeightsFile, in_halves, pack, turned_heads, write
 
 # vLLM's names of an adapter's layers, where these differ from the names in transformers and PEFT.
 #
@@ -24,6 +24,8 @@ from rollout.weights import Source, WeightsFile, pack, write
 #
 # Some layers of Gemma 4 compute keys and values by one matrix (attention_k_eq_v). vLLM holds it twice, as k_proj and as
 # v_proj, so the adapter of k_proj is that of v_proj, too.
+#
+# Llama 4's queries and keys have the same names, and their rows another order (rollout.weights.in_halves).
 
 # model_type -> fused layer -> its parts, in the order of their rows
 SPLIT: dict[str, dict[str, tuple[str, ...]]] = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
@@ -38,18 +40,22 @@ class ServedNames:
     """
 
     def __init__(self, config: Any) -> None:
+        self._config = config
         self._split = SPLIT.get(config.model_type, {})
         one_matrix = config.model_type == "gemma4_text" and config.attention_k_eq_v
         kinds = config.layer_types if one_matrix else ()
         self._blocks = {f"layers.{i}" for i, kind in enumerate(kinds) if kind != "sliding_attention"}
 
     def weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the adapter's weights under vLLM's names, without a copy. weights: by PEFT's names."""
+        """Returns the adapter's weights as vLLM computes with them, by its names; only what is in another order is a
+        copy. weights: by PEFT's names."""
         served: dict[str, Tensor] = {}
         for name, weight in weights.items():
             layer, _, matrix = name.partition(".lora_")
             parts = self._parts(layer)
             fused = len(parts) > 1 and matrix.startswith("B")
+            if (heads := turned_heads(self._config, layer.rpartition(".")[2])) and matrix.startswith("B"):
+                weight = in_halves(weight, heads)
             pieces = weight.chunk(len(parts)) if fused else [weight] * len(parts)
             served |= {f"{part}.lora_{matrix}": piece for part, piece in zip(parts, pieces, strict=True)}
             if self._gives_values(layer):
@@ -115,7 +121,7 @@ def export(policy: Policy, folder: Path, path: str) -> None:
     names, config = ServedNames(policy.config), policy.peft_config
     served = names.weights(policy.masters)
     _save_adapter(policy, policy.masters, config, folder)
-    if served.keys() != policy.masters.keys():
+    if served.keys() != policy.masters.keys() or any(served[name] is not own for name, own in policy.masters.items()):
         _save_adapter(policy, served, names.config(config), folder / VLLM_FOLDER)
 
 

@@ -25,7 +25,7 @@ from rollout.types import Held
 from rollout.vllm.convert import Resident
 from rollout.vllm.cpu import forget_packed
 from rollout.vllm.experts import Expert, expert_of
-from rollout.weights import columns_of, columns_read, digests_of
+from rollout.weights import columns_of, columns_read, digests_of, in_pairs, turned_heads
 
 # A model spread over several worker processes, each with a device of its own: vLLM's tensor parallelism.
 #
@@ -347,7 +347,10 @@ def _weights(worker: Any, newest: Resident) -> Held:
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {key: _find(model, modules, key) for key in sorted(newest.keys)}  # sorted, so that all workers agree
     tensors = digests_of(
-        item for key, place in found.items() if place for item in _values(model, key, place, newest.version)
+        (name, _as_sent(model, name, tensor))
+        for key, place in found.items()
+        if place
+        for name, tensor in _values(model, key, place, newest.version)
     )
     return Held(tensors, tuple(key for key, place in found.items() if place is None))
 
@@ -397,6 +400,13 @@ def _values(model: Any, key: str, place: Place | Expert, version: int) -> Named:
     yield key, own
     if of_head is not None and not torch.equal(own, of_head):
         yield "lm_head.weight", of_head
+
+
+def _as_sent(model: Any, name: str, tensor: Tensor) -> Tensor:
+    """What was read of a tensor of the checkpoint, with its rows in the checkpoint's order."""
+    *_, layer, kind = name.split(".")
+    heads = turned_heads(model.config, layer) if kind == "weight" else 0
+    return in_pairs(tensor, heads) if heads else tensor
 
 
 def _product(module: Any, columns: Tensor) -> Tensor:

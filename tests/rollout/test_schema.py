@@ -20,6 +20,7 @@ from rollout.fakes import make_columns, make_group
 from rollout.schema import (
     SCHEMA,
     Problem,
+    asked_of,
     build_group,
     check,
     group_position,
@@ -27,6 +28,7 @@ from rollout.schema import (
     parts_of,
     ragged,
     rewards_of,
+    said_of,
     whole,
     with_part,
 )
@@ -171,3 +173,44 @@ def test_a_score_counts_as_a_function_s_would() -> None:
     assert [parts["vowels"] for parts in parts_of(scored)] == [1.0, None, None, 0.5, 0.5]
     kept = [name for name in group.column_names if not name.startswith("reward")]
     assert scored.select(kept).equals(group.select(kept))
+
+
+# What a row says of its problem and of its messages, read from files that anyone may have written.
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "column messages must be JSON: "),
+        ('{"role": "user"}', "column messages must hold a list of mappings"),
+        ('["user"]', "column messages must hold a list of mappings"),
+    ],
+)
+def test_messages_that_are_none_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        said_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "column problem must be JSON: "),
+        ("[]", "column problem must hold a mapping, got list"),
+        ('{"columns": {}}', "column problem must have messages: a text, or a list of mappings"),
+        ('{"columns": {}, "messages": [1]}', "column problem must have messages: a text, or a list of mappings"),
+        ('{"messages": "?"}', "column problem must have columns, a mapping, and may have prefilled, a text"),
+        ('{"messages": "?", "columns": []}', "column problem must have columns, a mapping, and may have"),
+        ('{"messages": "?", "columns": {}, "prefilled": 1}', "column problem must have columns, a mapping, and may"),
+    ],
+)
+def test_a_problem_that_is_none_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        asked_of(text)
+
+
+def test_what_a_row_says_of_its_problem_and_messages() -> None:
+    chat = [{"role": "user", "content": "?"}]
+    assert asked_of(json.dumps({"messages": chat, "columns": {"a": 1}})) == (chat, {"a": 1}, "")
+    assert asked_of('{"messages": "?", "columns": {}, "prefilled": "<"}') == ("?", {}, "<")
+    assert said_of(json.dumps(chat)) == chat
+    assert said_of(None) is None

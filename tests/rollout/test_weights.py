@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from rollout.weights import (
     Source,
     WeightsFile,
     WeightsReader,
+    in_halves,
+    in_pairs,
     pack,
+    turned_heads,
     unpack,
     write,
 )
@@ -238,3 +242,23 @@ def test_it_is_blake3() -> None:
     for length, digest in VECTORS.items():
         payload = bytes(i % 251 for i in range(length))
         assert digest_of_weights(payload) == digest_of_weights(memoryview(payload)) == digest
+
+
+# The order of rows in Llama 4's queries and keys.
+
+
+def test_the_even_rows_of_each_head_come_before_its_odd_ones() -> None:
+    pairs = torch.tensor([[i, 10 * i, -i] for i in range(12)])
+    halves = in_halves(pairs, 2)
+    assert halves[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+    assert torch.equal(halves, pairs[halves[:, 0]])
+    assert torch.equal(in_pairs(halves, 2), pairs)
+    assert in_halves(pairs, 3)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
+
+
+def test_only_queries_and_keys_of_llama_4_are_held_so() -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    llama4, llama = (SimpleNamespace(model_type=kind, **heads) for kind in ("llama4_text", "llama"))
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert [turned_heads(llama4, layer) for layer in layers] == [8, 2, 0, 0]
+    assert [turned_heads(llama, layer) for layer in layers] == [0, 0, 0, 0]

@@ -21,9 +21,10 @@ import pytest
 from cluster.actor import ActorDied, ClusterLost, Local, Unusable
 from learner.driver import checkpoint, loop
 from learner.driver.evaluate import Evaluation
-from learner.driver.loop import LIFE, MOST_UNSCORED, TOKENS, Probe, start_in
+from learner.driver.loop import LIFE, MOST_UNSCORED, TOKENS, Probe, Schedule, start_in
 from learner.driver.metrics import unscored
 from rollout import ledger
+from rollout.data.problems import Cursor
 from rollout.delivery import Answer
 from rollout.fakes import make_group
 from rollout.schema import Problem, build_group
@@ -539,6 +540,25 @@ def test_it_is_no_longer_than_what_an_engine_takes() -> None:
     assert probe.ids == (5, 6, 7) * 3 + (5,)
     probe.trained_on([make_group(0, rewards=(1.0, 0.0))], settled=False)
     assert probe.ids == (3, 1, 2, 0) * 2 + (3, 1)
+
+
+@pytest.mark.parametrize("fewer", [0, 1, 2])
+def test_the_first_probe_is_as_long_as_the_longest_prompt_with_its_completion_but_one(
+    tmp_path: Path, fewer: int
+) -> None:
+    """Of whose last token an engine gives no logprob of a next one."""
+    longest = {"max_prompt_length": TOKENS - 5 - fewer, "max_completion_length": 6}
+    assert len(build(tmp_path, configure(rollout=longest), 1).loop.sync.probe.ids) == TOKENS - fewer
+
+
+def test_a_run_that_has_taken_all_its_steps_does_not_end_early() -> None:
+    cursor = Cursor()
+    schedule = Schedule(configure(), 2, cursor, problems=3)
+    assert [schedule.early_end(step) for step in (0, 1, 2, 3)] == [None] * 4
+    for position in range(3):
+        cursor.finish(position)
+    assert [bool(schedule.early_end(step)) for step in (0, 1, 2, 3)] == [True, True, False, False]
+    assert str(schedule.early_end(1)).startswith("epochs: 3 problems were consumed by step 1, ")
 
 
 # A task for a group that has ended: refused, and nothing is left that was never awaited.

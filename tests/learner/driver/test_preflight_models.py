@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from cluster.errors import WrongInput
 from examples.random_families import make_family
 from examples.random_model import make_adapter, make_tiny_model
+from examples.random_towers import make_checkpoint
 from learner.config import RunConfig
 from learner.driver.input_checks import (
     ENGINE,
@@ -28,13 +29,14 @@ from learner.driver.input_checks import (
     adapter_notes,
 )
 from learner.model.base import without_weights
-from learner.model.export import ServedNames
+from learner.model.export import ServedNames, export
 from learner.model.trial import not_by_rows
 from learner.tools.evaluation import policy_of
 from rollout.data.chat import Chat
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.types import View
 from tests.learner.driver.test_preflight import check, config, model
+from tests.learner.model.test_policy import make_policy
 
 __all__ = ["config", "model"]  # fixtures
 
@@ -218,6 +220,16 @@ def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
     copy(spoiled)
     with pytest.raises(WrongInput, match=f"^--adapter: {folder}/vllm .*{said}"):
         policy_of(str(folder), str(base))
+
+
+def test_an_adapter_of_llama_4_is_served_from_its_copy_alone(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "llama4")
+    policy = make_policy(str(base))
+    export(policy, tmp_path / "a", str(base))
+    assert policy_of(str(tmp_path / "a"), str(base)).payload == (tmp_path / "a" / "vllm" / WEIGHTS_FILE).read_bytes()
+    shutil.rmtree(tmp_path / "a" / "vllm")
+    with pytest.raises(WrongInput, match=r"^--adapter: an adapter of Llama 4 must have a copy .* has no vllm/; give"):
+        policy_of(str(tmp_path / "a"), str(base))
 
 
 def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:

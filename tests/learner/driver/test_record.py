@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ import pytest
 from cluster.actor import Local
 from cluster.errors import WrongInput
 from cluster.files import Digest, WriteFailed
+from cluster.telemetry import Timeline
 from learner.config import RunConfig
 from learner.driver import checkpoint
 from learner.driver import record as run_checkpoints
 from learner.driver.checkpoint import publish
 from learner.driver.evaluate import Evaluation
 from learner.driver.identity import Fingerprints
-from learner.driver.record import IdleTimes, StepRecord, advice, read_policies
+from learner.driver.record import IdleTimes, StepMetrics, StepRecord, advice, read_policies
 from learner.trainer.service import Arithmetic
 from rollout import ledger
 from rollout.types import PolicyId
@@ -148,6 +150,27 @@ def test_only_slices_of_one_card_are_shared(generator: float, learner: float, sh
 )
 def test_without_a_gain_nothing_is_said(idle: IdleTimes, max_staleness: int) -> None:
     assert advice(idle, advised(max_staleness)) is None
+
+
+async def test_a_learner_that_trains_or_makes_the_next_policy_is_not_idle(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "trace.json")
+    sinks: Any = SimpleNamespace(folder=tmp_path, timeline=timeline, phases=SimpleNamespace(split=lambda *_: None))
+    feeds = [SimpleNamespace(receipt=SimpleNamespace(load_s=seconds), answer=None) for seconds in (0.5, 2.0)]
+    producers: list[Any] = [SimpleNamespace(feed=feed) for feed in feeds]
+    signal: Any = None
+    metrics = StepMetrics(sinks, producers, signal, signal)
+    metrics.start()
+    for work in ("train", "policy"):
+        with timeline.span(work, "learner"):
+            await asyncio.sleep(0.04)
+    await asyncio.sleep(0.04)
+    spent = metrics.times(60.0)
+    timeline.close()
+    assert (spent["time/push_load"], spent["time/push_probe"]) == (2.0, 0.0)
+    assert 0.04 <= spent["time/train"] <= spent["time/step"] - 0.08
+    assert 0.04 <= spent["time/learner_idle"] <= spent["time/step"] - 0.08
+    assert spent["time/generator_idle"] == spent["time/step"]
+    assert spent["rollout/tokens_per_s"] == 60.0 / spent["time/step"]
 
 
 # What a run saves is what it goes on from and what it publishes, wherever it was cut off, wherever its parts are.

@@ -16,6 +16,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from examples.random_families import make_family
+from examples.random_towers import make_checkpoint
 from learner.config import ModelConfig
 from learner.model.export import ServedNames, export, save_masters, update_of
 from learner.model.lora import lora_targets
@@ -107,6 +108,30 @@ def test_names_that_are_the_same_are_left_alone() -> None:
     assert glm4.config(config)["target_modules"] == [
         "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", "o_proj",
     ]  # fmt: skip
+
+
+def test_rows_that_vllm_holds_in_another_order_are_sent_and_exported_in_it(tmp_path: Path) -> None:
+    """Llama 4's queries and keys, whose heads have 32 numbers; the adapter for PEFT and the policy stay as they are."""
+    policy = make_policy(str(make_checkpoint(tmp_path / "model", "llama4")))
+    random_adapter(policy)
+    before = {name: master.detach().clone() for name, master in policy.masters.items()}
+    update = update_of(policy, 1)
+    assert isinstance(update, Adapter)
+    pushed = load(bytes(update.payload))
+    export(policy, tmp_path / "adapter", str(tmp_path / "model"))
+    served = load_file(tmp_path / "adapter" / "vllm" / WEIGHTS_FILE)
+    exported = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
+    assert pushed.keys() == before.keys()
+    assert served.keys() == exported.keys()
+    turned = {name for name, weight in pushed.items() if not torch.equal(weight, before[name])}
+    assert turned == {name for name in before if "lora_B" in name and ("q_proj" in name or "k_proj" in name)}
+    for name, master in before.items():
+        whole = name.replace("model.model.layers", "model.language_model.model.layers")
+        assert torch.equal(policy.masters[name], master)
+        assert torch.equal(exported[whole], master)
+        assert torch.equal(served[whole], pushed[name])
+        if name in turned:
+            assert torch.equal(pushed[name][:32], torch.cat([master[0:32:2], master[1:32:2]]))
 
 
 # The weights of a checkpoint that are kept in several types.

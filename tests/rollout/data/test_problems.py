@@ -436,10 +436,13 @@ def test_the_same_problems_as_if_all_had_been_tokenised(
     assert {problem.prompt_ids for problem in kept}.isdisjoint(problem.prompt_ids for problem in held_out)
 
 
-def test_short_prompts_are_tokenised_as_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gap", [" ", "   "])
+def test_short_prompts_are_tokenised_as_they_are_asked_for(
+    gap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stock, "FIRST", 20)
     file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps({"question": f"What is {i} plus {i}?"}) + "\n" for i in range(500)))
+    file.write_text("".join(json.dumps({"question": f"What{gap}is {i} plus {i}?"}) + "\n" for i in range(500)))
     counting = stock_chat("chat")
     problems, held_out = load(DataConfig(path=str(file), eval=EvalConfig(size=9)), counting, 256, seed=0)
     assert (len(problems), len(held_out)) == (491, 9)
@@ -456,6 +459,24 @@ def test_a_prompt_that_is_longer_than_was_held_to_be_ends_by_a_sentence(
     problems, _ = load(DataConfig(path=str(file), eval=EvalConfig(every=0)), stock_chat("longer"), 25, seed=0)
     with pytest.raises(WrongInput, match=r"^rollout.max_prompt_length: .* into 25 tokens, and train-90 has \d\d"):
         [problems.at(place) for place in range(len(problems))]
+
+
+def test_time_is_judged_by_how_many_prompts_are_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = []
+
+    class Noted(stock.Pace):
+        def late(self, done: int) -> str:
+            noted.append((self._total, done))
+            return super().late(done)
+
+    monkeypatch.setattr(stock, "Pace", Noted)
+    monkeypatch.setattr(stock, "FIRST", 3)
+    data = DataConfig(path=jsonl(tmp_path, ROWS[:10]), eval=NO_EVAL, overlong="drop")
+    chat = stock_chat("chat")
+    longest = max(len(chat.render([{"role": "user", "content": row["question"]}])[1]) for row in ROWS[:10])
+    problems, _ = load(data, chat, longest, seed=0)
+    assert len(problems) == 10
+    assert noted == [(3, 1), (3, 2), (3, 3), *((7, done) for done in range(1, 8))]
 
 
 def test_rows_have_the_digest_that_older_runs_recorded(tmp_path: Path) -> None:
