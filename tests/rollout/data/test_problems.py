@@ -24,6 +24,7 @@ from rollout.config import DataConfig, EvalConfig
 from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.problems import Cursor, Problems, fitting, load
+from rollout.data.sources import Pace
 from rollout.schema import Problem
 from tests.rollout.data.test_sources import Letters
 
@@ -464,7 +465,7 @@ def test_a_prompt_that_is_longer_than_was_held_to_be_ends_by_a_sentence(
 def test_time_is_judged_by_how_many_prompts_are_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = []
 
-    class Noted(stock.Pace):
+    class Noted(Pace):
         def late(self, done: int) -> str:
             noted.append((self._total, done))
             return super().late(done)
