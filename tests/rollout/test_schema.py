@@ -23,6 +23,7 @@ from rollout.schema import (
     asked_of,
     build_group,
     check,
+    check_rows,
     group_position,
     lasts,
     parts_of,
@@ -149,6 +150,16 @@ def test_columns_of_another_length_or_type_are_refused() -> None:
         make_group(seed=[1, 2, 3])
     with pytest.raises((TypeError, pa.ArrowInvalid)):
         make_group(completion_ids=[["a"], ["b"]])
+
+
+@pytest.mark.parametrize("name", ["reward_parts", "env_metrics", "logged"])
+def test_a_number_without_a_name_is_refused_in_a_table_from_a_file(name: str) -> None:
+    group = make_group()
+    assert check_rows(group) is group
+    place, item = group.column_names.index(name), SCHEMA.field(name).type
+    nameless = pa.array([[{"name": None}], []], item)
+    with pytest.raises(ValueError, match=f"^column {name} must hold no nulls in its lists"):
+        check_rows(group.set_column(place, name, nameless))
 
 
 # What a reward model says, beside what a worker's functions said.

@@ -140,6 +140,14 @@ def test_metrics_reduce_over_micro_batches() -> None:
     assert metrics["loss/total"] == pytest.approx(-(1 + math.exp(0.25) + math.exp(-0.5)) / 4, rel=1e-6)
 
 
+def test_a_mismatch_of_nothing_is_zero_and_a_small_one_is_small() -> None:
+    behavior = torch.tensor([-1.0, -2.0])
+    batch = batch_of(behavior, torch.ones(2), torch.full((2,), 0.5))
+    for gap, k3 in ((0.0, 0.0), (0.25, math.exp(0.25) - 1.25)):
+        parts = token_loss(behavior + gap, torch.ones(2), batch, LossConfig(), reference=None, version=0)[1]
+        assert metrics_of([parts])["policy/mismatch_k3"] == pytest.approx(k3, rel=1e-6, abs=1e-7)
+
+
 @pytest.mark.parametrize("advantages", [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
 def test_tokens_that_an_own_loss_trains_without_an_advantage_unmask_no_other(
     advantages: list[float], tmp_path: Path

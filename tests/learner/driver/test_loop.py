@@ -6,6 +6,7 @@ task for a group that has ended: refused, and nothing is left that was never awa
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import itertools
 import json
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.actor import ActorDied, ClusterLost, Local, Unusable
+from cluster.files import WriteFailed
 from learner.driver import checkpoint, loop
 from learner.driver.evaluate import Evaluation
 from learner.driver.loop import LIFE, MOST_UNSCORED, TOKENS, Probe, Schedule, start_in
@@ -208,11 +210,19 @@ def with_none(group: pa.Table, status: str) -> pa.Table:
     ],
 )
 async def test_a_batch_without_any_reward_is_counted_and_another_one_taken_in_its_place(
-    tmp_path: Path, changed: dict[str, Any], none: Callable[[int], bool], passed: list[int] | None
+    tmp_path: Path,
+    changed: dict[str, Any],
+    none: Callable[[int], bool],
+    passed: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = [Local(f"generator-{rank}", nobody_scores(none), [1e-4, None]) for rank in range(2)]
     loop = build(tmp_path, configure(**changed), 5, workers=workers, alternating="name" in changed)
+    noted: list[str] = []
+    monkeypatch.setattr(loop.loop.metrics, "note", noted.append)
     await finish(loop)
+    told = [line for line in noted if "has a reward (each function gave None), so it is passed over" in line]
+    assert len(told) == ("rollout" not in changed)  # dynamic sampling replaces such groups before a batch is made
     learned = loop.trainer._object.learned  # type: ignore[attr-defined]
     assert [len(groups) for groups in learned] == [PER_STEP] * 5
     assert not any(unscored(groups) for groups in learned)
@@ -437,6 +447,51 @@ async def test_a_lost_cluster_leaves_some_seconds_for_the_last_checkpoint(
         async with asyncio.timeout(10):
             await run.run(None, lost())
     assert isinstance(first(caught.value), ClusterLost)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            WriteFailed(errno.ENOSPC, "", "/runs/a"),
+            "the disk of /runs/a is full ([Errno 28] : '/runs/a'); free some of it",
+        ),
+        (ValueError("odd"), "odd"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+async def test_a_checkpoint_that_cannot_be_written_when_a_run_fails_is_noted_beside_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Exception, said: str
+) -> None:
+    run = build(tmp_path, configure(checkpoint={"every": 100}), 6)
+    noted: list[str] = []
+    monkeypatch.setattr(run.loop.metrics, "note", noted.append)
+
+    async def failing() -> None:
+        while run.step < 2:
+            await asyncio.sleep(1e-3)
+        raise Unusable("a fault beside the run")
+
+    async def save(*_: Any) -> None:
+        raise wrong
+
+    monkeypatch.setattr(run.checkpoints, "save", save)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await run.run(None, failing())
+    assert isinstance(first(caught.value), Unusable)
+    assert noted == [f"no checkpoint of step {run.step} could be written: {said}"]
+
+
+async def test_the_trace_says_who_did_what(tmp_path: Path) -> None:
+    await finish(build(tmp_path, configure(max_staleness=1), 4))
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    found = {(event["name"], event.get("tid")) for event in events}
+    assert found == {
+        ("process_name", None),
+        *((what, "loop") for what in ("wait", "evaluate", "checkpoint")),
+        *((what, "learner") for what in ("policy", "train", "probe")),
+        *((what, f"generator-{rank}") for what in ("push", "prove", "generate") for rank in (0, 1)),
+    }
 
 
 async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

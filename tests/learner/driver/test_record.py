@@ -154,11 +154,15 @@ def test_without_a_gain_nothing_is_said(idle: IdleTimes, max_staleness: int) -> 
 
 async def test_a_learner_that_trains_or_makes_the_next_policy_is_not_idle(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "trace.json")
-    sinks: Any = SimpleNamespace(folder=tmp_path, timeline=timeline, phases=SimpleNamespace(split=lambda *_: None))
+    noted: list[str] = []
+    phases, progress = SimpleNamespace(split=lambda *_: None), SimpleNamespace(note=noted.append)
+    sinks: Any = SimpleNamespace(folder=tmp_path, timeline=timeline, phases=phases, progress=progress)
     feeds = [SimpleNamespace(receipt=SimpleNamespace(load_s=seconds), answer=None) for seconds in (0.5, 2.0)]
     producers: list[Any] = [SimpleNamespace(feed=feed) for feed in feeds]
     signal: Any = None
     metrics = StepMetrics(sinks, producers, signal, signal)
+    metrics.note("a line")
+    assert noted == ["a line"]
     metrics.start()
     for work in ("train", "policy"):
         with timeline.span(work, "learner"):

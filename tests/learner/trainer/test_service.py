@@ -17,14 +17,18 @@ from safetensors.torch import load
 
 from examples.random_families import make_family
 from examples.random_model import make_tiny_model
+from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model.bases.shared import MappedBase
 from learner.model.export import update_of
+from learner.model.policy import Policy
 from learner.trainer import trainer
-from learner.trainer.trainer import CHECK_EVERY, BaseThread, held_of
+from learner.trainer.trainer import CHECK_EVERY, BaseThread, Sender, held_of
 from rollout.schema import ragged, rewards_of, with_part
+from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights import (
     COLUMNS,
+    WeightsReader,
     columns_of,
     digest_of_tensor,
     digests_of,
@@ -174,6 +178,41 @@ def test_the_columns_that_are_read_are_a_matter_of_the_version_and_its_zeros_hav
 def test_an_adapter_of_fused_layers_is_held_under_the_names_that_it_is_sent_with(tmp_path: Path) -> None:
     policy = make_policy(str(make_family(tmp_path, "glm4")))
     assert held_of(policy, 1, merged=False).tensors.keys() == load(bytes(update_of(policy, 1).payload)).keys()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_of_a_whole_model_those_bits_are_held_that_are_sent(dtype: str, tiny_path: str) -> None:
+    model = ModelConfig.model_validate({"path": tiny_path, "dtype": dtype})
+    policy = Policy(model, None, checkpointing="none", seed=0, device=torch.device("cpu"))
+    sent = load(bytes(update_of(policy, 4).payload))
+    expected = {name: digest_of_tensor(read_of(weight, 4, weight.dtype)) for name, weight in sent.items()}
+    assert {weight.dtype for weight in sent.values()} == {getattr(torch, dtype)}
+    assert held_of(policy, 4, merged=False).tensors == expected
+
+
+@pytest.mark.parametrize(("whole", "merged"), [(True, False), (False, True)])
+async def test_whole_weights_that_stay_with_the_learner_are_those_that_would_be_sent(
+    whole: bool, merged: bool, tiny_path: str
+) -> None:
+    model = ModelConfig.model_validate({"path": tiny_path, "dtype": "float32"})
+    policy = make_policy(tiny_path)
+    if whole:
+        policy = Policy(model, None, checkpointing="none", seed=0, device=torch.device("cpu"))
+    sender, read = Sender(policy, merged=merged), []
+    try:
+        sent, away = sender.outgoing(3, stays=False)[0].value, sender.outgoing(3, stays=True)[0].value
+        assert isinstance(sent, Weights)
+        assert isinstance(away, WeightsInFile)
+
+        async def load(weights: Weights) -> str:
+            read.append(bytes(weights.payload))
+            return weights.digest
+
+        assert await WeightsReader().load(away, load) == sent.digest
+        assert read == [bytes(sent.payload)]
+        assert isinstance(Sender(make_policy(tiny_path), merged=False).outgoing(3, stays=True)[0].value, Adapter)
+    finally:
+        sender._file.close()
 
 
 # Work on a base that may be away: it waits for it, and other work does not wait for it.
