@@ -308,6 +308,9 @@ KEPT_MIXER = (
     Term(-4, "S k repeated", "as above"),
     Term(4, "N k segments", "keys and values before they are gathered, there"),
     Term(1.7, "N q segments", "attention's output of each segment, there; measured"),
+    Term(3.5, "N q sinks", "wider queries, and attention's output with what is cut off; measured"),
+    Term(-1.5, "S q sinks", "a prompt's keys and values, once for several completions; measured"),
+    Term(-4.3, "N k sinks", "what is not kept beside wider keys and values; measured"),
     Term(2, "N rank lora", "what each adapter's first matrix gives"),
     Term(2, "N q head_norms", "inputs of the norms of queries"),
     Term(2, "N k head_norms", "the same of keys"),
@@ -336,8 +339,11 @@ KEPT_FEED = (
     # Experts that are frozen, computed by grouped products (transformers.integrations.moe): a token is there once for
     # each expert that it goes to.
     Term(6, "N chosen_f", "gate, up, and their product"),
+    Term(6, "N chosen_f clamped", "gate and up within their limits, and the gate's sigmoid; measured"),
     Term(2, "N chosen h", "what each expert gives, before it is weighted"),
     Term(11, "N chosen", "measured"),
+    Term(6, "N every_f", "gate, its activation, and up, of all experts where each computes all tokens (Llama 4)"),
+    Term(2, "N every h", "a token's states, once for each of them"),
     Term(2, "N chosen h adapted_experts", "an expert's tokens, which its adapter reads"),
     Term(2, "N chosen_f adapted_experts", "the same of gate times up"),
     Term(4, "N expert_rank", "what the first matrices of the expert's two adapters give"),
@@ -352,6 +358,8 @@ AGAIN_FEED = (
     Term(250, "N", "measured"),
     Term(-3, "N h gemma", "what is freed before; measured"),
     Term(6, "N chosen h", "gradients of what experts give and read; measured"),
+    Term(4, "N chosen_f clamped", "gradients of gate and up within their limits; measured"),
+    Term(7.4, "N every h", "gradients of what all experts read and give, where each computes all tokens; measured"),
     Term(4, "N h routed", "measured"),
     Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
     Term(-4, "N h float_norms", "what is freed before of norms that are not fused; measured"),
@@ -371,6 +379,8 @@ AGAIN_MIXER = (
 )
 AGAIN_EXPERTS = (  # another lower bound, where experts are wide
     Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
+    Term(6, "N every_f", "the same of all experts, where each computes all tokens"),
+    Term(-6, "N f dense_experts", "what its shared expert kept, freed before; measured"),
     Term(-2, "N chosen_f adapted_experts", "the product, freed before"),
     Term(-2.3, "N h routed", "what is freed before; measured"),
     Term(4, "expert_adapters", "as above"),
@@ -382,6 +392,8 @@ AGAIN_FEED_ALONE = (
     Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
     Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
     Term(6, "N chosen h", "as above"),
+    Term(4, "N chosen_f clamped", "as above"),
+    Term(-5.2, "N h clamped", "what is freed before; measured"),
     Term(8, "N h routed", "measured"),
     Term(4, "expert_adapters", "as above"),
     Term(1.85, "N h float_norms", "measured"),
@@ -415,6 +427,8 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     """The value of each letter of a unit for a layer."""
     mixer, feed, wide = layer.mixer, layer.feed, layer.wide_norms
     floats, repeated = learning.keeps_floats(shape), mixer.keys != mixer.queries
+    sinks = learning.cuda and shape.kind == "gpt_oss"
+    segments = learning.segments or sinks  # FlashAttention has none
     norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
     rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
     lora_rank = max(learning.rank, learning.value_rank)
@@ -422,6 +436,8 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     count, chosen, of_expert = (0, 0, 0) if feed.experts is None else (
         feed.experts.count, feed.experts.chosen, feed.experts.ffn
     )  # fmt: skip
+    every = count if shape.kind == "llama4_text" else 0  # transformers computes all experts of all tokens
+    chosen = 0 if every else chosen
     width = mixer.recurrent // mixer.state_values if mixer.state_values else 0
     return {
         "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
@@ -432,9 +448,11 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
         "head_norms": layer.head_norms, "grouped": repeated,
-        "segments": learning.segments, "repeated": learning.segments and repeated,
+        "segments": segments, "repeated": segments and repeated, "sinks": sinks,
+        "clamped": shape.kind == "gpt_oss",  # whether experts limit the numbers of their gate
         "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
         "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "routed": count > 0,
+        "every": every, "every_f": every * of_expert, "dense_experts": every > 0,
         "adapted_experts": widths > 0, "expert_rank": chosen * lora_rank if widths else 0,
         "expert_adapters": lora_rank * widths,
         "gemma_4": shape.kind == "gemma4_text", "per_layer": sum(min(one[1:]) for one in layer.linear) // 2,

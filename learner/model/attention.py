@@ -7,8 +7,8 @@ completions (PrefixGrouper, 2506.05433).
 
 Models call these functions through transformers' AttentionInterface, under two names, and no model is patched:
     gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16 bit
-    gleaner_segments  everywhere else: on a CPU tiles of queries; on a GPU, and with a sliding window or a cap of the
-                      scores, scaled_dot_product_attention (or `capped`) for each block of segments
+    gleaner_segments  everywhere else: on a CPU tiles of queries; on a GPU, and with a sliding window, a cap of the
+                      scores or sinks, scaled_dot_product_attention (or `capped`) for each block of segments
 No mask function is registered with them: transformers then makes no mask, and does not search the positions for packed
 rows, which would wait for the device. learner.model.packing_check proves at start-up that a model computes correctly
 with these functions.
@@ -40,13 +40,14 @@ from learner.batch.layout import Block, Layout, Tile, TileBatch, block_mask
 class Row:
     """Query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E] of a packed row, held as [N, heads, width].
 
-    dtype: the dtype in which all products are computed.
+    dtype: the dtype in which all products are computed. sinks: [K R], see `with_sinks`.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> None:
         self.query, self.key, self.value = (x[0].transpose(0, 1) for x in (query, key, value))
         self.scale, self.dtype = scale, torch.promote_types(query.dtype, torch.float32)
         self.key_heads = key.shape[1]
+        self.sinks = None if sinks is None else sinks.to(self.dtype)
 
     def parts(self, alone: Sequence[Tile], batches: Sequence[TileBatch]) -> "Iterator[Part]":
         """Yields a Part for each tile that is computed alone, and for each batch of tiles."""
@@ -69,7 +70,14 @@ class Part(ABC):
         keys, values = self._gather(self.row.key), self._gather(self.row.value)
         scores = torch.bmm(queries, keys.transpose(1, 2))
         self._hide(scores)
-        return queries, keys, values, scores.softmax(-1)
+        if self.row.sinks is None:
+            return queries, keys, values, scores.softmax(-1)
+        # Rows of scores are ordered by key head, query and head of the key head. What a sink takes is no weight of a
+        # value, and the slopes of the softmax need no term of it.
+        heads = self.row.sinks.view(1, self.row.key_heads, 1, -1)
+        column = heads.expand(len(scores) // heads.shape[1], -1, scores.shape[1] // heads.shape[3], -1)
+        whole = torch.cat([scores, column.reshape(*scores.shape[:2], 1)], -1).softmax(-1)
+        return queries, keys, values, whole[..., :-1].contiguous()
 
     @abstractmethod
     def take(self, whole: Tensor) -> Tensor:
@@ -173,30 +181,40 @@ Tiles = tuple[list[Tile], list[TileBatch]]  # tiles computed alone, and batches 
 TILE = 128  # queries of a tile; with 64 or 256 the backward pass of the ragged workload is a tenth slower
 
 
-def attend_tiles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, tile: int = TILE) -> Tensor:
+def attend_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    sinks: Tensor | None = None,
+    tile: int = TILE,
+) -> Tensor:
     """Returns the attention output [1, N, K R, E] of query [1, K R, N, D], key [1, K, N, D] and value [1, K, N, E];
-    differentiable once."""
+    differentiable once. sinks: [K R], see `with_sinks`; they get no gradient."""
     tiles = layout.tiles(tile, query.shape[1] * query.shape[3])
-    output: Tensor = _Tiles.apply(query, key, value, tiles, scale)  # type: ignore[no-untyped-call]
+    output: Tensor = _Tiles.apply(query, key, value, tiles, scale, sinks)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
         ctx.tiles, ctx.scale = tiles, scale
         output = value.new_empty(query.shape[2], query.shape[1], value.shape[3])
-        for part in Row(query, key, value, scale).parts(*tiles):
+        for part in Row(query, key, value, scale, sinks).parts(*tiles):
             _, _, values, weights = part.seen()
             part.put(torch.bmm(weights, values), output)
         return output[None]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value = ctx.saved_tensors
-        row = Row(query, key, value, ctx.scale)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, key, value, sinks = ctx.saved_tensors
+        row = Row(query, key, value, ctx.scale, sinks)
         to_query = query.new_empty(row.query.shape)
         to_key, to_value = (torch.zeros(x.shape, dtype=row.dtype, device=x.device) for x in (row.key, row.value))
         for part in row.parts(*ctx.tiles):
@@ -210,7 +228,7 @@ class _Tiles(torch.autograd.Function):
             part.put(torch.bmm(to_scores, keys).mul_(ctx.scale), to_query)
         to_inputs = to_query, to_key.to(key.dtype), to_value.to(value.dtype)
         to_query, to_key, to_value = (x.transpose(0, 1)[None] for x in to_inputs)
-        return to_query, to_key, to_value, None, None
+        return to_query, to_key, to_value, None, None, None
 
 
 # Attention with soft-capped scores, as in Gemma 2 (2408.00118, section 2): softmax(cap tanh(scale q k / cap)) v.
@@ -251,12 +269,40 @@ def _causal(rows: slice, key: Tensor) -> Tensor:
     return torch.zeros(future.shape, device=key.device).masked_fill_(future, -torch.inf)
 
 
+# Attention with sinks, as in gpt-oss (2508.10925): beside the keys each head has a learned number, which is one more
+# score in the softmax and has no value.
+#
+# So that torch's kernels compute it, it becomes a key of its own in front of the others, with the value zero. Queries
+# and keys have some more dimensions, in the first of which that key is 1, all others 0, and a query its head's sink.
+
+SINK_WIDTH = 8  # more dimensions of queries and keys: kernels need a multiple of 8
+
+
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (query, key, value, mask) whose attention, but for the last SINK_WIDTH dimensions of its output, is that
+    with sinks.
+
+    query: [B, heads, L, D]. key, value: [B, heads or fewer, K, D]. mask: [L, K], added to the scores; None: causal,
+    with K = L. sinks: [heads].
+    """
+    more = query.new_zeros(query.shape[1], 1, SINK_WIDTH)
+    more[:, 0, 0] = (sinks / scale).to(query.dtype)
+    query = torch.cat([query, more.expand(*query.shape[:3], -1)], -1)
+    key, value = (F.pad(tensor, (0, SINK_WIDTH, 1, 0)) for tensor in (key, value))
+    key[:, :, 0, -SINK_WIDTH] = 1
+    if mask is None:
+        mask = _causal(slice(0, query.shape[2]), query).to(query.dtype)
+    return query, key, value, F.pad(mask, (1, 0))
+
+
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
 # Whether varlen_attn must be told that there are fewer key heads than query heads; torch 2.11 has no such argument.
 ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 # Arguments that models pass to every attention function, and that change no result here. Any other argument that is set
-# stands for arithmetic (sinks, position biases) that these functions do not do.
+# stands for arithmetic (position biases) that these functions do not do.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict", "seq_idx"})
 
 
@@ -274,10 +320,11 @@ def _by_segments(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     all_is_seen = cap is None and (window is None or window >= layout.reach)
     if all_is_seen and not query.is_cuda:
-        return attend_tiles(query, key, value, layout, scale)
+        return attend_tiles(query, key, value, layout, scale, sinks)
     # The row is split once, since the backward pass of a slice would fill a whole row with zeros.
     queries, keys, values = (torch.split(tensor, layout.sizes, 2) for tensor in (query, key, value))
     outputs = []
@@ -285,7 +332,7 @@ def _by_segments(
         k, v = keys[index], values[index]
         if block.prefix is not None:
             k, v = torch.cat([keys[block.prefix], k], 2), torch.cat([values[block.prefix], v], 2)
-        outputs.append(_attend(queries[index], k, v, layout.mask(index, window, query), scale, cap))
+        outputs.append(_attend(queries[index], k, v, layout.mask(index, window, query), scale, cap, sinks))
     return torch.cat(outputs, 1)
 
 
@@ -297,9 +344,10 @@ def _by_varlen(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    if cap is not None:  # FlashAttention's kernel has no cap
-        return _by_segments(query, key, value, layout, scale, window, cap)
+    if cap is not None or sinks is not None:  # FlashAttention's kernel has neither
+        return _by_segments(query, key, value, layout, scale, window, cap, sinks)
     ragged = layout.ragged(query.device)
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
@@ -314,18 +362,35 @@ def _by_varlen(
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes plain causal attention, perhaps with a sliding window, of rows [B, heads, L, D]."""
     length = query.shape[2]
     mask = None if window is None or window >= length else block_mask(Block(None, 0, [length]), window, query)
-    return _attend(query, key, value, mask, scale, cap)
+    return _attend(query, key, value, mask, scale, cap, sinks)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Returns the attention output [B, L, heads, D] of query [B, heads, L, D]; causal unless there is a mask."""
     if cap is not None:
         return capped(query, key, value, mask, scale, cap)
+    width = value.shape[-1]
+    if sinks is not None:
+        query, key, value, mask = with_sinks(query, key, value, mask, scale, sinks)
     grouped = query.shape[1] != key.shape[1]
     if grouped and mask is not None and query.is_cuda:  # on CUDA only the slow kernel takes both
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -333,7 +398,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return output.transpose(1, 2)
+    return output.transpose(1, 2)[..., :width]
 
 
 def _interface(packed: Any) -> Any:
@@ -350,19 +415,22 @@ def _interface(packed: Any) -> Any:
         sliding_window: int | None = None,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         packed_layout: Layout | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         strange = sorted(name for name, x in others.items() if x is not None and name not in HARMLESS)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if s_aux is not None and (s_aux.requires_grad or softcap is not None):
+            raise NotImplementedError("sinks are packed if they are not trained, and scores have no cap beside them")
         if strange or attention_mask is not None or dropout or not causal:
             raise NotImplementedError(
                 f"only plain causal attention is packed, got {', '.join(strange) or f'{dropout=}, {causal=}'}"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if packed_layout is None:
-            return _plain(query, key, value, scale, sliding_window, softcap), None
-        return packed(query, key, value, packed_layout, scale, sliding_window, softcap), None
+            return _plain(query, key, value, scale, sliding_window, softcap, s_aux), None
+        return packed(query, key, value, packed_layout, scale, sliding_window, softcap, s_aux), None
 
     return attention
 

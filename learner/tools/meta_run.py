@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -219,21 +218,13 @@ def _as_on(cuda: bool, attention: str) -> Iterator[None]:
     """Inside this block meta tensors take the branches that tensors on a GPU, or on a CPU, would take with this
     attention."""
     with ExitStack() as entered:
-        if attention == SEGMENTS:  # layers that are computed again call the replaced operation, too
-            library = entered.enter_context(torch.library._scoped_library("aten", "IMPL"))
-            library.impl("scaled_dot_product_attention", _cpu_attention, "AutogradMeta")
-        if cuda:
-            entered.enter_context(_Cuda())
+        # Layers that are computed again call the replaced operation, too.
+        library = entered.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl("scaled_dot_product_attention", _cpu_attention, "AutogradMeta")
+        if cuda:  # of the class, since layers that are computed again are outside of a TorchFunctionMode
+            Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
+            entered.callback(delattr, Tensor, "is_cuda")
         yield
-
-
-class _Cuda(TorchFunctionMode):
-    """Makes `is_cuda` of all tensors true."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a new object each time, so not `is`
-            return True
-        return function(*args, **(kwargs or {}))
 
 
 def _cpu_attention(

@@ -170,6 +170,17 @@ def test_bytes_that_changed_on_their_way_are_an_error(file: WeightsFile) -> None
         run(WeightsReader(), place._replace(digest="0" * 64))
 
 
+def test_closing_twice_closes_nothing_else(file: WeightsFile) -> None:
+    packed(file, 1)
+    file.close()
+    numbers = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    file.close()
+    for number in (1, *numbers):
+        os.fstat(number)
+    for number in numbers:
+        os.close(number)
+
+
 def test_more_weights_than_before_lie_in_another_file(file: WeightsFile) -> None:
     reader, small, large = WeightsReader(), packed(file, 1), packed(file, 2, size=300)
     assert small.path == large.path  # the number of the old one is free again

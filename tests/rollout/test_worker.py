@@ -40,6 +40,10 @@ def tail(completions, gold, **columns):
 
 def count(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
+
+def state(completion_ids, trainer_state, **columns):
+    seen = trainer_state.global_step, trainer_state.max_steps, trainer_state.epoch
+    return [100.0 * seen[0] + 10 * seen[1] + seen[2]] * len(completion_ids)
 """
 
 
@@ -74,6 +78,16 @@ async def worker(spec: WorkerSpec) -> AsyncIterator[RolloutWorker]:
 async def table_of(worker: RolloutWorker, asked: Problem, attempt: int = 2) -> Any:
     await worker.take_policy(ADAPTER)
     return await worker.rollout(asked, SAMPLING, attempt)
+
+
+async def test_reward_functions_are_told_how_far_the_run_is(spec: WorkerSpec) -> None:
+    use = spec.rewards[0].use.replace(":tail", ":state")
+    worker = RolloutWorker(replace(spec, rewards=(RewardConfig(use=use),), steps=7))
+    try:
+        table = await table_of(worker, problem())
+        assert set(table.column("reward").to_pylist()) == {100.0 * ADAPTER.version + 70 + 1}
+    finally:
+        await worker.close()
 
 
 async def test_rewards_stay_with_their_completions(worker: RolloutWorker) -> None:

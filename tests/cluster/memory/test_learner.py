@@ -81,10 +81,12 @@ def test_the_model_is_the_step(
 FOUR = {"num_hidden_layers": 4}
 # With experts all-linear is attention, and layers before the first that has an adapter would keep nothing.
 HYBRID = FOUR | {"num_experts": 32, "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"]}
-# Layers of real widths whose kinds are not alike; of gpt-oss and Llama 4 the learner computes no step yet.
+# Layers of real widths whose kinds are not alike.
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", dict(SPARSE["Qwen3-30B-A3B"].settings) | FOUR),
     "Mixtral": ("mixtral", FOUR),
+    "gpt-oss": ("gpt_oss", FOUR),
+    "Llama 4": ("llama4_text", FOUR),
     "Qwen3.5": ("qwen3_5_text", FOUR),
     "Qwen3.5-MoE": ("qwen3_5_moe_text", HYBRID),
     "Qwen3-Next": ("qwen3_next", HYBRID),
@@ -115,7 +117,7 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     ("name", "targets"),
     [
         *((name, ALL) for name in MIXED),
-        *((name, (*ATTENTION, "experts")) for name in ("Qwen3-MoE", "Mixtral", "Qwen3.5-MoE", "Qwen3-Next")),
+        *((name, (*ATTENTION, "experts")) for name in ("Qwen3-MoE", "Mixtral", "gpt-oss", "Qwen3.5-MoE", "Qwen3-Next")),
     ],
 )
 def test_the_model_is_the_step_of_layers_that_are_not_alike(

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 
 from cluster.actor import ActorDied, ClusterLost, Local, Unusable
+from cluster.buffer import MAX_REFILLS
 from cluster.files import WriteFailed
 from learner.driver import checkpoint, loop
 from learner.driver.evaluate import Evaluation
@@ -35,6 +36,7 @@ from rollout.types import Completion, Sampling
 from tests.learner.loops import (
     PER_STEP,
     PROBLEMS,
+    PROMPT,
     Built,
     Trainer,
     Worker,
@@ -482,6 +484,24 @@ async def test_a_checkpoint_that_cannot_be_written_when_a_run_fails_is_noted_bes
     assert noted == [f"no checkpoint of step {run.step} could be written: {said}"]
 
 
+async def test_a_run_that_fails_behind_its_first_step_keeps_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(tmp_path, configure(checkpoint={"every": 100}), 6)
+    write = run.loop.metrics.write
+
+    def fails_once(step: int, metrics: dict[str, float]) -> None:
+        write(step, metrics)
+        if step == 1:
+            raise Unusable("a fault behind step 1")
+
+    monkeypatch.setattr(run.loop.metrics, "write", fails_once)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(run)
+    assert isinstance(first(caught.value), Unusable)
+    assert kept(tmp_path) == [run.step] == [1]
+
+
 async def test_the_trace_says_who_did_what(tmp_path: Path) -> None:
     await finish(build(tmp_path, configure(max_staleness=1), 4))
     events = json.loads((tmp_path / "timeline.json").read_text())
@@ -492,6 +512,22 @@ async def test_the_trace_says_who_did_what(tmp_path: Path) -> None:
         *((what, "learner") for what in ("policy", "train", "probe")),
         *((what, f"generator-{rank}") for what in ("push", "prove", "generate") for rank in (0, 1)),
     }
+    told = {
+        what: [event["args"][name] for event in events if event["name"] == what]
+        for what, name in (("wait", "step"), ("policy", "version"))
+    }
+    assert told == {"wait": [1, 2, 3, 4], "policy": [1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize(("dynamic", "batches"), [(False, 1), (True, 1 + MAX_REFILLS)])
+async def test_groups_are_waited_for_as_long_as_a_start_and_their_batches_take(
+    dynamic: bool, batches: int, tmp_path: Path
+) -> None:
+    config = waiting(configure(rollout={"dynamic_sampling": dynamic}), start=0.02, group=0.001)
+    run = build(tmp_path, config, 1)
+    patience = 0.02 + batches * config.group_deadline_s
+    with pytest.raises(TimeoutError, match=f"^step 5: waited {patience:g} s for {PER_STEP} groups; 0 lie in the"):
+        await run.loop.batches.take(4)
 
 
 async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,7 +639,9 @@ def test_the_first_probe_is_as_long_as_the_longest_prompt_with_its_completion_bu
 ) -> None:
     """Of whose last token an engine gives no logprob of a next one."""
     longest = {"max_prompt_length": TOKENS - 5 - fewer, "max_completion_length": 6}
-    assert len(build(tmp_path, configure(rollout=longest), 1).loop.sync.probe.ids) == TOKENS - fewer
+    ids = build(tmp_path, configure(rollout=longest), 1).loop.sync.probe.ids
+    assert len(ids) == TOKENS - fewer
+    assert ids[:PROMPT] == (0, 1, 5, 2)  # the first problem's
 
 
 def test_a_run_that_has_taken_all_its_steps_does_not_end_early() -> None:

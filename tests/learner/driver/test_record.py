@@ -29,7 +29,7 @@ from learner.driver.record import IdleTimes, StepMetrics, StepRecord, advice, re
 from learner.trainer.service import Arithmetic
 from rollout import ledger
 from rollout.types import PolicyId
-from tests.learner.loops import Trainer, build, configure, finish, first, started, waiting
+from tests.learner.loops import PROBLEMS, Trainer, build, configure, finish, first, started, waiting
 from tests.learner.rollouts import make_groups
 
 
@@ -81,12 +81,13 @@ def test_a_run_from_the_beginning_forgets_all(tmp_path: Path) -> None:
 CARDS = {"gpus": {"generator": 1, "learner": 1}}
 
 
-def advised(max_staleness: int, cluster: dict[str, Any] | None = None) -> RunConfig:
+def advised(max_staleness: int, cluster: dict[str, Any] | None = None, reward: str = "format") -> RunConfig:
+    asks = {"args": {"model": "m", "prompt": "{completion}"}} if reward == "judge" else {}
     return RunConfig.model_validate(
         {
             "model": {"path": "m"},
             "data": {"path": "d.jsonl"},
-            "rewards": [{"use": "format"}],
+            "rewards": [{"use": reward, **asks}],
             "max_staleness": max_staleness,
             "cluster": cluster or {},
         }
@@ -121,6 +122,7 @@ def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None
             advised(0),
             ["reward took 32 % of the time of a step;", "rollout.reward_workers"],
         ),
+        (IdleTimes(10, 4, 6, 3.2), advised(0, reward="judge"), ["reward took 32 %", "(a judge's args.at_once)"]),
     ],
 )
 def test_the_longer_side_and_the_bound_are_named(idle: IdleTimes, config: RunConfig, words: list[str]) -> None:
@@ -167,13 +169,16 @@ async def test_a_learner_that_trains_or_makes_the_next_policy_is_not_idle(tmp_pa
     for work in ("train", "policy"):
         with timeline.span(work, "learner"):
             await asyncio.sleep(0.04)
-    await asyncio.sleep(0.04)
+    with timeline.span("generate", "generator-0", concurrent=True):
+        await asyncio.sleep(0.04)
     spent = metrics.times(60.0)
     timeline.close()
     assert (spent["time/push_load"], spent["time/push_probe"]) == (2.0, 0.0)
     assert 0.04 <= spent["time/train"] <= spent["time/step"] - 0.08
     assert 0.04 <= spent["time/learner_idle"] <= spent["time/step"] - 0.08
-    assert spent["time/generator_idle"] == spent["time/step"]
+    generating = spent["time/generate"]  # by one of two
+    assert 0.04 <= generating <= spent["time/step"] - 0.08
+    assert spent["time/generator_idle"] == pytest.approx(spent["time/step"] - generating / 2)
     assert spent["rollout/tokens_per_s"] == 60.0 / spent["time/step"]
 
 
@@ -194,6 +199,9 @@ async def test_each_step_that_is_due_is_saved_once_with_all_that_a_resumed_run_n
     await finish(loop)
     assert saved == [2, 4, 5]
     folder = tmp_path / "checkpoints" / "step-000005"
+    state = json.loads((folder / "state.json").read_text())
+    assert state.keys() == {"step", "total_steps", "problems", "cursor", "dropped_stale", "evaluations"}
+    assert [state[name] for name in ("step", "total_steps", "problems", "dropped_stale")] == [5, 5, PROBLEMS, 7]
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     trained = {"trainer/adapter_config.json", "trainer/adapter_model.safetensors"}
     assert found == trained | {"config.json", "inputs.json", "manifest.json", "state.json"}
@@ -217,6 +225,15 @@ async def test_a_checkpoint_that_cannot_be_published_is_a_checkpoint_all_the_sam
     assert [path.name for path in checkpoint.listing(tmp_path / "checkpoints")] == ["step-000002"]
 
 
+async def test_the_metrics_of_every_step_are_measured_against_the_plan(tmp_path: Path) -> None:
+    run, measured = build(tmp_path, configure(), 2), list[dict[str, float]]()
+    plan: Any = SimpleNamespace(measure=measured.append)
+    run.sinks.plan = plan
+    await finish(run)
+    assert len(measured) == 2
+    assert all("memory/generator_peak" in metrics for metrics in measured)
+
+
 class Asked(Local[Any]):
     """Notes what is asked of the learner, and for how long at most."""
 
@@ -227,6 +244,13 @@ class Asked(Local[Any]):
     async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
         self.asked.append((method.__name__, deadline_s))
         return await super().call(method, deadline_s, *args, **kwargs)
+
+
+async def test_each_call_of_a_run_has_the_deadline_of_its_kind(tmp_path: Path) -> None:
+    learner = Asked()
+    await finish(build(tmp_path, waiting(configure(), step=41, push=42), 2, trainer=learner))
+    pushes = {(name, 42) for name in ("arithmetic", "mismatch", "outgoing", "probe", "sees")}
+    assert set(learner.asked) == pushes | {("save", 41), ("step", 41)}
 
 
 async def test_the_learner_has_its_deadlines_and_a_checkpoint_says_what_its_run_was_made_from(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from learner.model.attention import TILE, attend_tiles
+from learner.model.attention import TILE, attend_tiles, with_sinks
 from tests.peak import peak_bytes
 
 Family = tuple[int, list[int]]  # tokens of a prompt, tokens of its completions
@@ -27,8 +28,9 @@ def layout_of(families: list[Family]) -> Layout:
     return Layout(segments)
 
 
-def plain(inputs: tuple[Tensor, ...], layout: Layout, scale: float) -> Tensor:
-    """softmax(scale q k + mask) v with the whole mask, one head at a time as the other heads were not there."""
+def plain(inputs: tuple[Tensor, ...], layout: Layout, scale: float, sinks: Tensor | None = None) -> Tensor:
+    """softmax(scale q k + mask) v with the whole mask, one head at a time as the other heads were not there. sinks:
+    [heads], one more score of each query, for nothing."""
     query, key, value = inputs
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype)
@@ -36,10 +38,12 @@ def plain(inputs: tuple[Tensor, ...], layout: Layout, scale: float) -> Tensor:
         for token in range(own.start, own.stop):
             mask[token, own.prefix_start : own.prefix_stop] = 0
             mask[token, own.start : token + 1] = 0
-    heads = [
-        (scale * query[0, i] @ key[0, i // groups].t() + mask).softmax(-1) @ value[0, i // groups]
-        for i in range(query.shape[1])
-    ]
+    heads = []
+    for i in range(query.shape[1]):
+        scores = scale * query[0, i] @ key[0, i // groups].t() + mask
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[i].to(scores.dtype).expand(tokens, 1)], 1)
+        heads.append(scores.softmax(-1)[:, :tokens] @ value[0, i // groups])
     return torch.stack(heads, 1)[None]
 
 
@@ -66,19 +70,35 @@ def made(
     groups=st.integers(1, 3),
     widths=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     tile=st.integers(1, 8),
+    sunk=st.booleans(),
 )
 def test_values_and_gradients_are_the_plain_formulas(
-    families: list[Family], kv_heads: int, groups: int, widths: tuple[int, int], tile: int
+    families: list[Family], kv_heads: int, groups: int, widths: tuple[int, int], tile: int, sunk: bool
 ) -> None:
     layout = layout_of(families)
+    sinks = torch.randn(kv_heads * groups, dtype=torch.float64) if sunk else None
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
         inputs = made(layout, kv_heads, groups, widths, dtype)
         exact = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
-        found, wanted = attend_tiles(*inputs, layout, 0.6, tile), plain(exact, layout, 0.6)
+        found, wanted = attend_tiles(*inputs, layout, 0.6, sinks, tile), plain(exact, layout, 0.6, sinks)
         assert found.dtype == dtype
         assert torch.allclose(found.double(), wanted, atol=bound, rtol=bound)
         for one, other in zip(slopes(found, inputs), slopes(wanted, exact), strict=True):
             assert (one - other).norm() <= bound * (1 + other.norm())
+
+
+@pytest.mark.parametrize("width", [8, 5])
+def test_sinks_are_a_key_of_their_own_for_kernels_that_have_none(width: int) -> None:
+    """With groups of heads, with a mask and without one: the whole row is then one segment."""
+    inputs = made(layout_of([(9, [])]), 2, 3, (width, width), torch.float64)
+    sinks, mask = torch.tensor([-3.0, 0.0, 2.0, 9.0, -40.0, 1.0]), torch.zeros(9, 9).double().fill_(-torch.inf).triu_(1)
+    for own in (mask, None):
+        q, k, v, bias = with_sinks(*inputs, own, 0.6, sinks)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.6, enable_gqa=True).transpose(1, 2)
+        wanted = plain(inputs, layout_of([(9, [])]), 0.6, sinks)
+        assert torch.allclose(out[..., :width], wanted, atol=1e-13)
+        for one, other in zip(slopes(out[..., :width], inputs), slopes(wanted, inputs), strict=True):
+            assert torch.allclose(one, other, atol=1e-13)
 
 
 def test_short_segments_are_computed_together_and_long_ones_alone() -> None:

@@ -48,6 +48,8 @@ CONFIGS: dict[str, Any] = {
     "gemma3": transformers.Gemma3TextConfig(**SMALL, **SLIDING),
     "granite": transformers.GraniteConfig(**SMALL, logits_scaling=4.0, attention_multiplier=0.4),
     "cohere": transformers.CohereConfig(**SMALL, logit_scale=0.3),
+    "gpt-oss": transformers.GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    "gpt-oss-wide": transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, sliding_window=400),
     "mistral-narrow": transformers.MistralConfig(**SMALL, sliding_window=5),  # shorter than the prompt
     "mistral-between": transformers.MistralConfig(**SMALL, sliding_window=12),
     "mistral-wide": transformers.MistralConfig(**SMALL, sliding_window=400),
@@ -89,7 +91,10 @@ def random_adapter(policy: Any, size: float = 0.2) -> None:
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
-    [*((name, "none") for name in CONFIGS), *((name, "full") for name in ("llama", "qwen2-sliding", "gemma2"))],
+    [
+        *((name, "none") for name in CONFIGS),
+        *((name, "full") for name in ("llama", "qwen2-sliding", "gemma2", "gpt-oss")),
+    ],
 )
 def test_packed_gradient_is_that_of_one_row_at_a_time(name: str, checkpointing: str, tmp_path: Path) -> None:
     """The reference is the same model in transformers' own attention, without padding."""
@@ -124,7 +129,7 @@ Seen = Callable[[Tensor, list[Segment]], None]
 def kernel(change: Seen) -> Any:
     """An attention in the place of attend_tiles whose mask, [N, N] of queries and keys, `change` has put wrong."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, sinks: None) -> Tensor:
         seen = torch.zeros(query.shape[2], query.shape[2], dtype=torch.bool)
         for own in layout.segments:
             seen[own.start : own.stop, own.prefix_start : own.prefix_stop] = True
@@ -260,24 +265,30 @@ def assert_padded(config: Any, folder: Path, caplog: pytest.LogCaptureFixture, m
 def test_a_kernel_that_ignores_segments_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float) -> Tensor:
+    def ignore(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, sinks: None) -> Tensor:
         return attention._plain(query, key, value, scale, None)
 
     monkeypatch.setattr(attention, "attend_tiles", ignore)
     assert_padded(CONFIGS["llama"], tmp_path, caplog, "rows differ by")
 
 
+def test_a_kernel_that_ignores_sinks_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "attend_tiles", lambda *given: attend_tiles(*given[:5]))
+    assert_padded(CONFIGS["gpt-oss-wide"], tmp_path, caplog, "rows differ by")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "got s_aux"),
         (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4), "cannot be exchanged"),
         (
             transformers.PhimoeConfig(**SMALL, sliding_window=64, num_local_experts=2),
             "a window of 64 that its attention",
         ),
     ],
-    ids=["sinks", "no interface", "window in the mask"],
+    ids=["no interface", "window in the mask"],
 )
 def test_a_model_that_cannot_is_padded(
     config: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -6,6 +6,9 @@ that may be away: it waits for it, and other work does not wait for it.
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,9 +259,21 @@ async def test_work_under_way_is_finished_and_later_work_waits(path: Path, owner
     await later
     assert done[-1] == "later"
     stopped = thread.progress(on_cpu=False)
-    assert stopped > before  # it does not fall, which would look like no progress
+    assert before < stopped < before + 60  # it does not fall, which would look like no progress
     await asyncio.sleep(0.02)
     assert thread.progress(on_cpu=False) == stopped
+
+
+async def test_work_is_done_in_one_thread_in_the_order_of_the_calls() -> None:
+    thread, done = BaseThread(None), list[int]()
+
+    def work(number: int) -> int:
+        time.sleep(0.02 if number == 0 else 0.0)
+        done.append(number)
+        return threading.get_ident()
+
+    assert len(set(await asyncio.gather(*(thread.run(partial(work, number)) for number in range(4))))) == 1
+    assert done == [0, 1, 2, 3]
 
 
 async def test_work_that_was_waiting_waits_again_if_the_base_goes_before_its_turn(path: Path, owner: Owner) -> None:

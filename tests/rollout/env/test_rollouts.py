@@ -22,7 +22,7 @@ from rollout.env.config import EnvConfig
 from rollout.env.play import ChatDialogue, Limits
 from rollout.env.rollouts import EnvSettings
 from rollout.fakes import FakeEngine
-from rollout.schema import Problem, parts_of
+from rollout.schema import Problem, asked_of, parts_of
 from rollout.types import Adapter, Completion, Sampling
 from rollout.worker import RolloutWorker, WorkerSpec
 
@@ -106,6 +106,9 @@ async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(s
     turn = [*CHAT.tokenizer.encode("3 or 3", add_special_tokens=False), STOP]
     seen = list(CHAT.observe([{"role": "user", "content": "go on"}], STOP))
     assert row["completion_ids"] == [*turn, *seen, *turn, *seen, *turn]
+    assert asked_of(row["problem"]).messages == [
+        {"role": "user", "content": "begin"}
+    ]  # the environment's, not the data's
     one, other = [True] * len(turn), [False] * len(seen)
     assert row["loss_mask"] == [*one, *other, *one, *other, *one]
     assert row["prompt_ids"] == list(CHAT.render([{"role": "user", "content": "begin"}])[1])
