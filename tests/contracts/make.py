@@ -29,6 +29,7 @@ VERSIONS = {
     "bitsandbytes": ["0.50.2"],
     "vllm-bnb-plugin": ["0.0.3"],
     "liger-kernel": ["0.8.5"],
+    "fla-core": ["0.6.0"],
 }
 LINUX = [f"manylinux_2_{minor}_x86_64" for minor in (28, 24, 31, 34, 35, 17)] + ["manylinux2014_x86_64"]
 # torch's Python files are the same on every system, and the wheel for this one has a tenth of the size.

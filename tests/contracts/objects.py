@@ -160,6 +160,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "config": ("ray.job_config.JobConfig",),
         "node._ray_params": ("ray._private.parameter.RayParams",),
     },
+    "learner/model/recurrence.py": {"rule": ("fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule",)},
     "learner/trainer/optimizer.py": {"kind": _OPTIMIZERS},
     "learner/model/base.py": {"library": PLAIN, "library.nn": ("bitsandbytes.nn",), "name2qmap": PLAIN},
 }

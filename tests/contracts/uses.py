@@ -28,6 +28,7 @@ from tests.contracts.syntax import (
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout", "cluster")
+DISTRIBUTIONS = {"fla": "fla-core"}  # packages that are installed under another name
 UNTYPED = ("rollout/vllm/", "cluster/ray_")  # where objects of other packages have no type
 
 
@@ -51,7 +52,8 @@ class Use:
     @property
     def package(self) -> str:
         """As it is installed."""
-        return self.symbol.partition(".")[0].replace("_", "-")
+        root = self.symbol.partition(".")[0]
+        return DISTRIBUTIONS.get(root, root.replace("_", "-"))
 
 
 def uses_of(package: str) -> list[Use]:
