@@ -187,7 +187,8 @@ compares it with what the code says now. [models.md](models.md) says what follow
 
 ## Architectures
 
-- **learner**: `packed`, `padded` or `refused`, as [models.md](models.md#what-a-run-finds-out-about-a-model) explains.
+- **learner**: `packed`, `padded` or `refused`, as [models.md](models.md#what-a-run-finds-out-about-a-model) explains;
+  with LoRA. Models with attention sinks are padded in `learner.mode: full`, which trains the sinks.
 - **why**: the reason for which the architecture is padded or refused.
 - **all-linear**: the layers that `learner.lora.targets: all-linear` adapts.
 - **text of**: the model is the text part of a checkpoint with towers of that model_type.

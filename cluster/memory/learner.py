@@ -9,10 +9,9 @@ Letters: n trained weights; b bytes per element of the base's type; N tokens of 
 feed-forward width; V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 from cluster.memory.layers import Layer
@@ -29,6 +28,23 @@ from cluster.memory.shape import (
     Shape,
     base_bytes,
 )
+from cluster.memory.terms import (
+    AGAIN_EXPERTS,
+    AGAIN_FEED,
+    AGAIN_FEED_ALONE,
+    AGAIN_LAST_NORM,
+    AGAIN_MIXER,
+    HEAD,
+    HEAD_ROWS,
+    HEAD_ROWS_ON_CARD,
+    HEAD_TILE,
+    HEAD_TILE_ON_CARD,
+    HEAD_TRAINED,
+    KEPT_FEED,
+    KEPT_MIXER,
+    LAST_NORM,
+    bytes_of,
+)
 
 ReferenceKind = Literal["none", "auto", "int8"]
 
@@ -40,6 +56,8 @@ class Micro:
     tokens: int  # N: all packed tokens
     completion: int  # C: completion tokens
     keys: int  # S: keys that its completions attend to; a shared prompt counts once per completion
+    # (groups, tokens of a prompt, completions of a group, tokens of each that are computed); None: not known
+    parts: tuple[float, int, float, int] | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, prompt: int, completion: int, generations: int, budget: int) -> "Micro":
@@ -56,7 +74,20 @@ class Micro:
         each = min(generations, (tokens - prompt) / own)
         keys = prompt + each * (prompt + own) if each > 1 else prompt + own
         groups = tokens / (prompt + each * own)
-        return cls(tokens, round(groups * each * completion), round(groups * keys))
+        return cls(tokens, round(groups * each * completion), round(groups * keys), (groups, prompt, each, own))
+
+    def block_keys(self, window: int) -> int:
+        """S where attention runs segment by segment: completions that are together no longer than their prompt are one
+        block (learner.batch.layout), for which the prompt counts once.
+
+        window: tokens to which the keys of a block are cut; 0: they are not. Tiles of a prompt then overlap.
+        """
+        if self.parts is None:
+            return self.keys
+        groups, prompt, each, own = self.parts
+        blocks = ceil(each / max(prompt // own, 1))
+        seen, overlap = (min(prompt, window - 1), window / WINDOW_TILE) if window else (prompt, 0.0)
+        return round(groups * ((1 + overlap) * prompt + blocks * seen + each * own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,164 +294,7 @@ def reference_bytes(shape: Shape, kind: ReferenceKind, b: int, ranks: int) -> in
     return b * (shape.params - shape.linear_params) + shape.linear_params + b * rows
 
 
-# Tables of terms: what a step of the learner holds.
-#
-# A term is a number of bytes times a unit, which is a product of letters (values: `letters`). N: tokens of the largest
-# micro-batch. C: its completion tokens. R: completion tokens in a tile of the head. S: keys that its completions attend
-# to (a shared prompt once per completion). h, f, q, k: width of the hidden states, of the feed-forward block, of all
-# query heads, of all key heads (also of all value heads), in elements. rank: LoRA rank times the number of targets.
-# experts, chosen, chosen_f: experts of a block, those that a token goes to, and the width of these. routed,
-# adapted_experts: whether a block has experts, and whether LoRA adapts them; expert_rank: rank of the adapters of those
-# that a token goes to; expert_adapters: weights of the adapters of all. state: elements of the state of linear
-# attention; state_heads, state_keys, state_values: its heads that have one, and the widths of its keys and values;
-# repeated_keys: width of its keys, once for each such head. Letters for a kind of model or of training are 0 or 1,
-# unless a comment says otherwise.
-#
-# Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
-# are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
-# the real step on tensors without data. tests/cluster/memory/test_learner.py checks that the sums are within 2 % of its
-# peak.
-
-
-@dataclass(frozen=True)
-class Term:
-    """A summand of a table. bytes: factor of the unit. unit: letters, multiplied. source: which tensors these are."""
-
-    bytes: float
-    unit: str
-    source: str
-
-    @cached_property
-    def letters(self) -> tuple[str, ...]:
-        return tuple(self.unit.split())
-
-
-# What one layer keeps for its backward pass.
-KEPT_MIXER = (
-    Term(4, "N h", "inputs of its two norms"),
-    Term(4, "N h", "what the norms give and the adapters read"),
-    Term(4, "N h keeps_floats", "float32 copies of the norms' inputs, in place of those in 16 bits"),
-    Term(4, "N h further_norms", "the same of Gemma's further norms"),
-    Term(4, "N q", "queries and attention's output"),
-    Term(4, "N heads", "logsumexp of attention, float32"),
-    Term(4, "S k", "keys and values, gathered with the prompt's"),
-    Term(4, "S q repeated", "in their place the same once for each query head, where attention is not FlashAttention"),
-    Term(-4, "S k repeated", "as above"),
-    Term(4, "N k segments", "keys and values before they are gathered, there"),
-    Term(1.7, "N q segments", "attention's output of each segment, there; measured"),
-    Term(3.5, "N q sinks", "wider queries, and attention's output with what is cut off; measured"),
-    Term(-1.5, "S q sinks", "a prompt's keys and values, once for several completions; measured"),
-    Term(-4.3, "N k sinks", "what is not kept beside wider keys and values; measured"),
-    Term(2, "N rank lora", "what each adapter's first matrix gives"),
-    Term(2, "N q head_norms", "inputs of the norms of queries"),
-    Term(2, "N k head_norms", "the same of keys"),
-    Term(2, "N q head_norms keeps_floats", "float32 copies of them, in place of those in 16 bits"),
-    Term(2, "N k head_norms keeps_floats", "the same of keys"),
-    Term(4, "N heads head_norms", "one factor per head of a norm of queries, float32"),
-    Term(4, "N kv_heads head_norms", "the same of keys"),
-    Term(2, "N normed full keeps_floats", "what the weight of a norm that trains multiplies"),
-    Term(2, "N normed full gemma", "Gemma multiplies it in float32"),
-    Term(-8, "N h gemma_4", "what its norms do not keep beside float32 copies; measured"),
-    Term(-2, "N q gemma_4", "the same of queries; measured"),
-    Term(10, "N per_layer", "the gate of embeddings per layer, its activation and its product; measured"),
-    Term(-2, "N h routed", "what the second norm gives, which experts do not keep"),
-    Term(6, "N q gated", "the gate, its sigmoid, and attention's output times it"),
-    Term(12, "N h convolution", "what in_proj gives (3 h), two products and the convolution's output"),
-    # Linear attention as torch computes it, in chunks of 64 tokens in float32. Kernels that fuse it take less.
-    Term(8, "N state_keys", "keys and queries before they are repeated; measured"),
-    Term(32.2, "N state_values", "values, gates and outputs; measured"),
-    Term(32.2, "N repeated_keys", "keys and queries, once for each value head; measured"),
-    Term(1327, "N state_heads", "matrices of 64 x 64 of each chunk; measured"),
-    Term(4 / 64, "N state", "the state before each chunk"),
-)
-KEPT_FEED = (
-    Term(6, "N f", "gate, up, and their product"),
-    Term(2, "N f keeps_gates", "the gate's activation, where it is no operation of a card"),
-    # Experts that are frozen, computed by grouped products (transformers.integrations.moe): a token is there once for
-    # each expert that it goes to.
-    Term(6, "N chosen_f", "gate, up, and their product"),
-    Term(6, "N chosen_f clamped", "gate and up within their limits, and the gate's sigmoid; measured"),
-    Term(2, "N chosen h", "what each expert gives, before it is weighted"),
-    Term(11, "N chosen", "measured"),
-    Term(6, "N every_f", "gate, its activation, and up, of all experts where each computes all tokens (Llama 4)"),
-    Term(2, "N every h", "a token's states, once for each of them"),
-    Term(2, "N chosen h adapted_experts", "an expert's tokens, which its adapter reads"),
-    Term(2, "N chosen_f adapted_experts", "the same of gate times up"),
-    Term(4, "N expert_rank", "what the first matrices of the expert's two adapters give"),
-    Term(4, "N experts", "the router's probabilities, float32"),
-)
-
-# What the backward pass of a block takes besides what its layer keeps, if the whole layer is recomputed.
-AGAIN_FEED = (
-    Term(2, "N f", "gradient of the product; those of gate and up take their place"),
-    Term(2, "N f keeps_gates", "gradients of gate and up, less what is freed; measured"),
-    Term(2, "N h keeps_floats", "measured"),
-    Term(250, "N", "measured"),
-    Term(-3, "N h gemma", "what is freed before; measured"),
-    Term(6, "N chosen h", "gradients of what experts give and read; measured"),
-    Term(4, "N chosen_f clamped", "gradients of gate and up within their limits; measured"),
-    Term(7.4, "N every h", "gradients of what all experts read and give, where each computes all tokens; measured"),
-    Term(4, "N h routed", "measured"),
-    Term(4, "expert_adapters", "adapters in order of their experts, and their gradients; measured"),
-    Term(-4, "N h float_norms", "what is freed before of norms that are not fused; measured"),
-)
-AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind the block
-    Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
-    Term(1100, "N gemma", "measured"),
-)
-AGAIN_MIXER = (
-    Term(8, "N q", "gradients of queries and output, and FlashAttention's float32 gradient of the queries"),
-    Term(-4, "N h", "what is freed before; measured"),
-    Term(-8, "N h gemma", "what is freed before of its further norms; measured"),
-    Term(4, "S k", "gradients of the gathered keys and values"),
-    Term(4, "S q grouped", "FlashAttention expands keys and values to one per query head (mha_varlen_bwd)"),
-    Term(6.8, "N state_values", "gradients of linear attention; measured"),
-    Term(26.7, "N state_keys", "the same; measured"),
-)
-AGAIN_EXPERTS = (  # another lower bound, where experts are wide
-    Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
-    Term(6, "N every_f", "the same of all experts, where each computes all tokens"),
-    Term(-6, "N f dense_experts", "what its shared expert kept, freed before; measured"),
-    Term(-2, "N chosen_f adapted_experts", "the product, freed before"),
-    Term(-2.3, "N h routed", "what is freed before; measured"),
-    Term(4, "expert_adapters", "as above"),
-)
-# What the backward pass of the MLP takes besides what its layer keeps, if only the MLP is recomputed.
-AGAIN_FEED_ALONE = (
-    Term(2, "N f", "as above"),
-    Term(2, "N f keeps_gates", "as above"),
-    Term(-1.85, "N h keeps_floats", "what is freed before; measured"),
-    Term(-3.45, "N h gemma", "what is freed before of its further norms; measured"),
-    Term(6, "N chosen h", "as above"),
-    Term(4, "N chosen_f clamped", "as above"),
-    Term(-5.2, "N h clamped", "what is freed before; measured"),
-    Term(8, "N h routed", "measured"),
-    Term(4, "expert_adapters", "as above"),
-    Term(1.85, "N h float_norms", "measured"),
-)
-
-# The last norm, and the head (learner.model.logprob).
-LAST_NORM = (
-    Term(4, "N h", "what the last norm keeps, and the gradient of its input"),
-    Term(16, "N h keeps_floats", "float32 temporaries of its backward pass; measured"),
-)
-HEAD = (
-    Term(0.5, "N h", "measured"),
-    Term(4, "C h", "a completion token's state, and its Jacobian"),
-)
-# A tile of the head has R completion tokens and 8192 words of the vocabulary; its bytes do not depend on the base's
-# type.
-HEAD_ROWS, HEAD_ROWS_ON_CARD = 512, 2048
-HEAD_TILE_ON_CARD = (
-    Term(6 * 8192, "R", "logits in float32, and their weights in 16 bits"),
-    Term(8, "R h", "the weighted sum of the head's rows, and what this tile adds to it, float32"),
-)
-HEAD_TILE = (
-    *HEAD_TILE_ON_CARD,
-    Term(4 * 8192, "R", "the weights in float32 again: no product of a CPU takes 16 bits and gives 32"),
-    Term(4 * 8192, "h", "the head's rows in float32, for the same reason"),
-)
-HEAD_TRAINED = 8 * 8192  # times h: a tile of the head's gradient in float32, and the summand of a tile of tokens
+# What a step of the learner holds, by the terms of cluster.memory.terms.
 
 
 def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Mapping[str, float]:
@@ -440,7 +314,8 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     chosen = 0 if every else chosen
     width = mixer.recurrent // mixer.state_values if mixer.state_values else 0
     return {
-        "N": micro.tokens, "C": micro.completion, "R": rows, "S": micro.keys,
+        "N": micro.tokens, "C": micro.completion, "R": rows,
+        "S": micro.block_keys(mixer.window if sinks else 0) if segments else micro.keys,
         "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
         "heads": mixer.heads, "kv_heads": mixer.kv_heads,
         "rank": lora_rank * len(shape.adapted(layer, learning.targets)),
@@ -448,7 +323,7 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
         "head_norms": layer.head_norms, "grouped": repeated,
-        "segments": segments, "repeated": segments and repeated, "sinks": sinks,
+        "segments": segments, "repeated": segments and repeated,
         "clamped": shape.kind == "gpt_oss",  # whether experts limit the numbers of their gate
         "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
         "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "routed": count > 0,
@@ -463,11 +338,6 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     }  # fmt: skip
 
 
-def bytes_of(terms: Sequence[Term], values: Mapping[str, float]) -> int:
-    """The sum of the terms, rounded to bytes."""
-    return round(sum(term.bytes * prod(map(values.__getitem__, term.letters)) for term in terms))
-
-
 FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching allocator cannot join; 3 to 10 % is usual
 # On a CPU the memory of a role is the resident set of its process. Measured on Linux (two cores, torch 2.13, vLLM 0.32)
 # with the models of examples/: bytes before a model is loaded, bytes that the first use of torch adds, and the share of
@@ -475,6 +345,7 @@ FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching alloc
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
 WIDENED_ROWS = 1024  # learner.model.lora.TILE, which the driver cannot import: it loads no torch
+WINDOW_TILE = 512  # learner.model.attention.WINDOW_TILE, likewise
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:

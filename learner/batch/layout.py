@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Tiles of short completions are computed in batches, since the overhead of a call takes longer than a small tile.
@@ -163,6 +164,21 @@ class Layout:
         key = index, window, like.dtype
         if key not in self._made:
             self._made[key] = block_mask(block, window, like)
+        made: Tensor = self._made[key]
+        return made
+
+    def before(self, index: int, window: int | None) -> int:
+        """Returns how many of the last tokens of its prefix a block can see."""
+        length = self.blocks[index].prefix_length
+        return length if window is None else min(length, window - 1)
+
+    def mask_with_sink(self, index: int, window: int | None, like: Tensor) -> Tensor:
+        """Returns the attention bias [M, 1 + before + M] of a block that has a prefix: as `mask`, of those tokens of
+        the prefix that the block can see, and behind a first column for what every query sees."""
+        key = index, window, like.dtype, "sink"
+        if key not in self._made:
+            seen = self.blocks[index]._replace(prefix_length=self.before(index, window))
+            self._made[key] = F.pad(block_mask(seen, window, like), (1, 0))
         made: Tensor = self._made[key]
         return made
 

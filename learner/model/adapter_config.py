@@ -22,7 +22,7 @@ CONFIG_FILE = "adapter_config.json"
 PEFT_RANK = 8  # PEFT's rank of an adapter whose file does not say it
 NOTE = "note: "  # prefix of a line of learner.model.trial that is no reason to refuse a run
 HEAD = SCORE
-VLLM_FOLDER = "vllm"  # folder of a copy of the adapter with vLLM's names of layers, where these differ from PEFT's
+VLLM_FOLDER = "vllm"  # folder of a copy of the adapter as vLLM takes it, where names or the order of rows differ
 MODEL = "model"  # folder of a whole model: in the learner's part of a checkpoint, and in a run folder
 
 RANKS = get_args(LoraConfig.model_fields["rank"].annotation)
@@ -46,7 +46,7 @@ def base_of(model: str) -> dict[str, str | None]:
 
 
 def served(folder: Path) -> Path:
-    """Returns the folder from which vLLM loads an adapter: the copy with vLLM's names if there is one, else
+    """Returns the folder from which vLLM loads an adapter: the copy in VLLM_FOLDER if there is one, else
     `folder`."""
     copy = folder / VLLM_FOLDER
     return copy if (copy / CONFIG_FILE).is_file() else folder

@@ -7,8 +7,9 @@ completions (PrefixGrouper, 2506.05433).
 
 Models call these functions through transformers' AttentionInterface, under two names, and no model is patched:
     gleaner_varlen    one FlashAttention call for the whole row (torch.nn.attention.varlen); CUDA sm80 and later, 16 bit
-    gleaner_segments  everywhere else: on a CPU tiles of queries; on a GPU, and with a sliding window, a cap of the
-                      scores or sinks, scaled_dot_product_attention (or `capped`) for each block of segments
+    gleaner_segments  everywhere else: on a CPU tiles of queries; on a GPU, and with a sliding window or a cap of the
+                      scores, scaled_dot_product_attention (or `capped`) for each block of segments. A row whose scores
+                      have a cap or sinks takes this way on every card
 No mask function is registered with them: transformers then makes no mask, and does not search the positions for packed
 rows, which would wait for the device. learner.model.packing_check proves at start-up that a model computes correctly
 with these functions.
@@ -70,14 +71,14 @@ class Part(ABC):
         keys, values = self._gather(self.row.key), self._gather(self.row.value)
         scores = torch.bmm(queries, keys.transpose(1, 2))
         self._hide(scores)
-        if self.row.sinks is None:
-            return queries, keys, values, scores.softmax(-1)
-        # Rows of scores are ordered by key head, query and head of the key head. What a sink takes is no weight of a
-        # value, and the slopes of the softmax need no term of it.
-        heads = self.row.sinks.view(1, self.row.key_heads, 1, -1)
-        column = heads.expand(len(scores) // heads.shape[1], -1, scores.shape[1] // heads.shape[3], -1)
-        whole = torch.cat([scores, column.reshape(*scores.shape[:2], 1)], -1).softmax(-1)
-        return queries, keys, values, whole[..., :-1].contiguous()
+        weights = scores.softmax(-1)
+        if self.row.sinks is not None:
+            # Rows of scores are ordered by key head, query and head of the key head.
+            heads = self.row.sinks.view(1, self.row.key_heads, 1, -1)
+            taken = heads.expand(len(scores) // heads.shape[1], -1, scores.shape[1] // heads.shape[3], -1)
+            others = scores.logsumexp(-1)
+            weights *= torch.sigmoid(others - taken.reshape(others.shape))[..., None]
+        return queries, keys, values, weights
 
     @abstractmethod
     def take(self, whole: Tensor) -> Tensor:
@@ -273,28 +274,51 @@ def _causal(rows: slice, key: Tensor) -> Tensor:
 # score in the softmax and has no value.
 #
 # So that torch's kernels compute it, it becomes a key of its own in front of the others, with the value zero. Queries
-# and keys have some more dimensions, in the first of which that key is 1, all others 0, and a query its head's sink.
+# and keys have some more dimensions. In two of them that key is 1 and all others are 0, and a query has its head's sink
+# there, which two numbers of 16 bits hold more exactly than one. A query of zeros in front keeps plain causal attention
+# what it is, without a mask. With a window the keys are cut to those that a tile of queries can see, so that no mask
+# grows with the square of a prompt.
 
 SINK_WIDTH = 8  # more dimensions of queries and keys: kernels need a multiple of 8
+WINDOW_TILE = 512  # queries of a tile
 
 
-def with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (query, key, value, mask) whose attention, but for the last SINK_WIDTH dimensions of its output, is that
-    with sinks.
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """Returns the attention output [B, L, heads, E] of query [B, heads, L, D], key [B, heads or fewer, K, D] and value
+    [B, heads or fewer, K, E].
 
-    query: [B, heads, L, D]. key, value: [B, heads or fewer, K, D]. mask: [L, K], added to the scores; None: causal,
-    with K = L. sinks: [heads].
+    mask: [L, 1 + K], added to the scores, those of the sink first; None: causal, with K = L. sinks: [heads].
     """
+    wanted = sinks.to(torch.promote_types(sinks.dtype, torch.float32)) / scale
+    high = wanted.to(query.dtype)
     more = query.new_zeros(query.shape[1], 1, SINK_WIDTH)
-    more[:, 0, 0] = (sinks / scale).to(query.dtype)
+    more[:, 0, 0], more[:, 0, 1] = high, wanted - high
     query = torch.cat([query, more.expand(*query.shape[:3], -1)], -1)
+    width = value.shape[-1]
     key, value = (F.pad(tensor, (0, SINK_WIDTH, 1, 0)) for tensor in (key, value))
-    key[:, :, 0, -SINK_WIDTH] = 1
+    key[:, :, 0, -SINK_WIDTH : 2 - SINK_WIDTH] = 1
     if mask is None:
-        mask = _causal(slice(0, query.shape[2]), query).to(query.dtype)
-    return query, key, value, F.pad(mask, (1, 0))
+        query = F.pad(query, (0, 0, 1, 0))
+    output = _kernel(query, key, value, mask, scale)[..., :width]
+    return output[:, 1:] if mask is None else output
+
+
+def row_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor
+) -> Tensor:
+    """Computes causal attention, perhaps with a sliding window, of rows [B, heads, L, D], as `with_sinks` does."""
+    length = query.shape[2]
+    if window is None or window >= length:
+        return with_sinks(query, key, value, None, scale, sinks)
+    outputs, masks = [], dict[tuple[int, int], Tensor]()
+    for start, own in zip(range(0, length, WINDOW_TILE), torch.split(query, WINDOW_TILE, 2), strict=True):
+        before, stop = min(start, window - 1), start + own.shape[2]
+        shape = own.shape[2], before
+        if shape not in masks:
+            masks[shape] = F.pad(block_mask(Block(None, before, [own.shape[2]]), window, query), (1, 0))
+        k, v = (tensor[:, :, start - before : stop] for tensor in (key, value))
+        outputs.append(with_sinks(own, k, v, masks[shape], scale, sinks))
+    return torch.cat(outputs, 1)
 
 
 VARLEN, SEGMENTS = "gleaner_varlen", "gleaner_segments"
@@ -329,10 +353,19 @@ def _by_segments(
     queries, keys, values = (torch.split(tensor, layout.sizes, 2) for tensor in (query, key, value))
     outputs = []
     for index, block in enumerate(layout.blocks):
-        k, v = keys[index], values[index]
+        q, k, v = queries[index], keys[index], values[index]
+        if sinks is not None and block.prefix is None:
+            outputs.append(row_with_sinks(q, k, v, scale, window, sinks))
+            continue
         if block.prefix is not None:
-            k, v = torch.cat([keys[block.prefix], k], 2), torch.cat([values[block.prefix], v], 2)
-        outputs.append(_attend(queries[index], k, v, layout.mask(index, window, query), scale, cap, sinks))
+            reach = layout.before(index, window if sinks is not None else None)
+            k, v = (
+                torch.cat([x[block.prefix][:, :, block.prefix_length - reach :], x[index]], 2) for x in (keys, values)
+            )
+        if sinks is not None:
+            outputs.append(with_sinks(q, k, v, layout.mask_with_sink(index, window, query), scale, sinks))
+        else:
+            outputs.append(_attend(q, k, v, layout.mask(index, window, query), scale, cap))
     return torch.cat(outputs, 1)
 
 
@@ -371,26 +404,20 @@ def _plain(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes plain causal attention, perhaps with a sliding window, of rows [B, heads, L, D]."""
+    if sinks is not None:
+        return row_with_sinks(query, key, value, scale, window, sinks)
     length = query.shape[2]
     mask = None if window is None or window >= length else block_mask(Block(None, 0, [length]), window, query)
-    return _attend(query, key, value, mask, scale, cap, sinks)
+    return _attend(query, key, value, mask, scale, cap)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
     """Returns the attention output [B, L, heads, D] of query [B, heads, L, D]; causal unless there is a mask."""
-    if cap is not None:
-        return capped(query, key, value, mask, scale, cap)
-    width = value.shape[-1]
-    if sinks is not None:
-        query, key, value, mask = with_sinks(query, key, value, mask, scale, sinks)
+    return _kernel(query, key, value, mask, scale) if cap is None else capped(query, key, value, mask, scale, cap)
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """As `_attend`, by torch's kernel."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and mask is not None and query.is_cuda:  # on CUDA only the slow kernel takes both
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -398,7 +425,7 @@ def _attend(
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return output.transpose(1, 2)[..., :width]
+    return output.transpose(1, 2)
 
 
 def _interface(packed: Any) -> Any:

@@ -85,7 +85,7 @@ def footprint(
     """
     settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
     attention = VARLEN if cuda and dtype == "bfloat16" else SEGMENTS  # GPUs that need float16 have no FlashAttention
-    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda, attention):
+    with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
         with torch.device("meta"):  # so that the adapters that peft makes are meta tensors, too
             trainer = Trainer(
@@ -214,9 +214,9 @@ KERNEL_BYTES: dict[Any, Callable[..., int]] = {
 
 
 @contextmanager
-def _as_on(cuda: bool, attention: str) -> Iterator[None]:
-    """Inside this block meta tensors take the branches that tensors on a GPU, or on a CPU, would take with this
-    attention."""
+def _as_on(cuda: bool) -> Iterator[None]:
+    """Inside this block meta tensors take the branches that tensors on a GPU, or on a CPU, would take. All tensors of
+    the process say the same, those of other threads as well."""
     with ExitStack() as entered:
         # Layers that are computed again call the replaced operation, too.
         library = entered.enter_context(torch.library._scoped_library("aten", "IMPL"))

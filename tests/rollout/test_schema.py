@@ -179,6 +179,8 @@ def test_a_score_counts_as_a_function_s_would() -> None:
     assert errors[3] == "reward 'helpful': nan: the reward model gave inf, which is no finite number."
     with pytest.raises(ValueError, match="the environment gives helpful as well; set rewards.<i>.name"):
         with_part(scored, "helpful", 1.0, [0.0] * 5)
+    with pytest.raises(ValueError, match="longer|shorter"):
+        with_part(group, "helpful", 1.0, [0.0] * 6)
     said = [parts["helpful"] for parts in parts_of(scored)]
     assert said == pytest.approx([0.25, -1.5, 3.0, math.nan, math.nan], nan_ok=True)
     assert [parts["vowels"] for parts in parts_of(scored)] == [1.0, None, None, 0.5, 0.5]

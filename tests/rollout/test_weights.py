@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from rollout.weights import (
     Source,
     WeightsFile,
     WeightsReader,
+    as_bytes,
     in_halves,
     in_pairs,
     pack,
@@ -253,6 +255,12 @@ def test_it_is_blake3() -> None:
     for length, digest in VECTORS.items():
         payload = bytes(i % 251 for i in range(length))
         assert digest_of_weights(payload) == digest_of_weights(memoryview(payload)) == digest
+
+
+def test_memory_that_is_read_only_is_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert as_bytes(bytes([3, 1])).tolist() == as_bytes(memoryview(b"\x03\x01")).tolist() == [3, 1]
 
 
 # The order of rows in Llama 4's queries and keys.

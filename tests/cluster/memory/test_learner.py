@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from cluster.memory.learner import (
     WIDENED_ROWS,
@@ -139,6 +140,24 @@ def test_the_model_is_the_step_of_layers_that_are_not_alike(
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
     planned = step_bytes(shape, learning, Micro.of(256, 300, 8, 2648))
     assert total(static, planned) == pytest.approx(fake.peak, rel=0.03)
+    assert total(planned) == pytest.approx(fake.dynamic, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("lengths", [(1024, 300, 4), (64, 600, 6), (4096, 512, 8)])
+def test_attention_with_sinks_takes_what_blocks_of_completions_do(
+    lengths: tuple[int, int, int], policy: Checkpointing
+) -> None:
+    """Of a gpt-oss with small experts; a prompt's keys count once for all completions that are as long together."""
+    prompt, completion, count = lengths
+    settings = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 720}
+    config = AutoConfig.for_model("gpt_oss", **FOUR, **settings)
+    shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), "gpt-oss")
+    budget = prompt + count * (completion - 1)
+    learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": budget})
+    fake = footprint(shape, learner, [(prompt, [completion] * count)])
+    planned = step_bytes(shape, Learning(checkpointing=policy), Micro.of(prompt, completion, count, budget))
     assert total(planned) == pytest.approx(fake.dynamic, rel=0.1)
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from learner.algo.surrogates import LossConfig
-from learner.algo.targets import assess, learnable, targets_of, token_rewards
+from learner.algo.targets import Assessment, assess, learnable, targets_of, token_rewards
 from learner.batch.micro_batch import Rows, read
 from learner.config.settings import LearnerConfig, ValueConfig
 from rollout.schema import SCHEMA
@@ -179,3 +179,11 @@ def test_of_no_group_there_is_nothing() -> None:
     found = assessed(read([]), [])
     assert found.advantages.shape == (0,)
     assert found.metrics() == {}
+
+
+def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> None:
+    values, returns = np.array([0.5, 0.25, 0.5]), np.array([1.0, 1.001, 1.0])
+    told = [
+        Assessment(values, returns, np.zeros(3), np.ones(3, bool), known_to).metrics().keys() for known_to in (0.0, 0.1)
+    ]
+    assert told == [{"value/mean", "value/explained_variance"}, {"value/mean"}]

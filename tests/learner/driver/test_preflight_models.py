@@ -36,6 +36,7 @@ from rollout.data.chat import Chat
 from rollout.data.model_files import WEIGHTS_FILE
 from rollout.types import View
 from tests.learner.driver.test_preflight import check, config, model
+from tests.learner.model.test_packing_check import random_adapter
 from tests.learner.model.test_policy import make_policy
 
 __all__ = ["config", "model"]  # fixtures
@@ -225,8 +226,10 @@ def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
 def test_an_adapter_of_llama_4_is_served_from_its_copy_alone(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "llama4")
     policy = make_policy(str(base))
+    random_adapter(policy)
     export(policy, tmp_path / "a", str(base))
-    assert policy_of(str(tmp_path / "a"), str(base)).payload == (tmp_path / "a" / "vllm" / WEIGHTS_FILE).read_bytes()
+    copy = (tmp_path / "a" / "vllm" / WEIGHTS_FILE).read_bytes()
+    assert policy_of(str(tmp_path / "a"), str(base)).payload == copy != (tmp_path / "a" / WEIGHTS_FILE).read_bytes()
     shutil.rmtree(tmp_path / "a" / "vllm")
     with pytest.raises(WrongInput, match=r"^--adapter: an adapter of Llama 4 must have a copy .* has no vllm/; give"):
         policy_of(str(tmp_path / "a"), str(base))

@@ -99,6 +99,13 @@ def step(total: float, generator_idle: float, learner_idle: float, **more: float
     return spent | {"time/evaluate": 0.0, "time/checkpoint": 0.0, "reward/ms": 250.0} | more
 
 
+def test_steps_of_less_than_a_second_are_spoken_of_too() -> None:
+    assert advice(IdleTimes(0.0, 0.0, 0.0), advised(0)) is None
+    told = advice(IdleTimes(1.0, 0.4, 0.6), advised(0, CARDS))
+    assert told is not None
+    assert "at most 1.7 times" in told
+
+
 def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None:
     idle = IdleTimes()
     idle.add(step(10, 4, 6))

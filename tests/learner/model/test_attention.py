@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from learner.model.attention import TILE, attend_tiles, with_sinks
+from learner.model import attention
+from learner.model.attention import TILE, attend_tiles, row_with_sinks
 from tests.peak import peak_bytes
 
 Family = tuple[int, list[int]]  # tokens of a prompt, tokens of its completions
@@ -28,16 +28,18 @@ def layout_of(families: list[Family]) -> Layout:
     return Layout(segments)
 
 
-def plain(inputs: tuple[Tensor, ...], layout: Layout, scale: float, sinks: Tensor | None = None) -> Tensor:
+def plain(
+    inputs: tuple[Tensor, ...], layout: Layout, scale: float, sinks: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """softmax(scale q k + mask) v with the whole mask, one head at a time as the other heads were not there. sinks:
-    [heads], one more score of each query, for nothing."""
+    [heads], one more score of each query, for nothing. window: of a row of one segment."""
     query, key, value = inputs
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = torch.full((tokens, tokens), -torch.inf, dtype=query.dtype)
     for own in layout.segments:
         for token in range(own.start, own.stop):
             mask[token, own.prefix_start : own.prefix_stop] = 0
-            mask[token, own.start : token + 1] = 0
+            mask[token, own.start if window is None else max(own.start, token + 1 - window) : token + 1] = 0
     heads = []
     for i in range(query.shape[1]):
         scores = scale * query[0, i] @ key[0, i // groups].t() + mask
@@ -76,9 +78,9 @@ def test_values_and_gradients_are_the_plain_formulas(
     families: list[Family], kv_heads: int, groups: int, widths: tuple[int, int], tile: int, sunk: bool
 ) -> None:
     layout = layout_of(families)
-    sinks = torch.randn(kv_heads * groups, dtype=torch.float64) if sunk else None
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
         inputs = made(layout, kv_heads, groups, widths, dtype)
+        sinks = torch.randn(kv_heads * groups).double() if sunk else None
         exact = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
         found, wanted = attend_tiles(*inputs, layout, 0.6, sinks, tile), plain(exact, layout, 0.6, sinks)
         assert found.dtype == dtype
@@ -87,18 +89,28 @@ def test_values_and_gradients_are_the_plain_formulas(
             assert (one - other).norm() <= bound * (1 + other.norm())
 
 
+@pytest.mark.parametrize("window", [None, 3, 1, 20])
 @pytest.mark.parametrize("width", [8, 5])
-def test_sinks_are_a_key_of_their_own_for_kernels_that_have_none(width: int) -> None:
-    """With groups of heads, with a mask and without one: the whole row is then one segment."""
-    inputs = made(layout_of([(9, [])]), 2, 3, (width, width), torch.float64)
-    sinks, mask = torch.tensor([-3.0, 0.0, 2.0, 9.0, -40.0, 1.0]), torch.zeros(9, 9).double().fill_(-torch.inf).triu_(1)
-    for own in (mask, None):
-        q, k, v, bias = with_sinks(*inputs, own, 0.6, sinks)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.6, enable_gqa=True).transpose(1, 2)
-        wanted = plain(inputs, layout_of([(9, [])]), 0.6, sinks)
-        assert torch.allclose(out[..., :width], wanted, atol=1e-13)
-        for one, other in zip(slopes(out[..., :width], inputs), slopes(wanted, inputs), strict=True):
-            assert torch.allclose(one, other, atol=1e-13)
+def test_sinks_are_a_key_of_their_own_for_kernels_that_have_none(
+    width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With groups of heads, and with windows that reach over tiles of queries."""
+    monkeypatch.setattr(attention, "WINDOW_TILE", 4)
+    layout, sinks = layout_of([(11, [])]), torch.tensor([-3.0, 0.0, 2.0, 9.0, -40.0, 1.0]).double()
+    inputs = made(layout, 2, 3, (width, width), torch.float64)
+    found, wanted = row_with_sinks(*inputs, 0.6, window, sinks), plain(inputs, layout, 0.6, sinks, window)
+    assert torch.allclose(found, wanted, atol=1e-13, rtol=1e-13)
+    for one, other in zip(slopes(found, inputs), slopes(wanted, inputs), strict=True):
+        assert torch.allclose(one, other, atol=1e-13, rtol=1e-13)
+
+
+def test_a_sink_of_16_bits_is_not_rounded_by_a_scale_that_is_no_power_of_two() -> None:
+    layout, sinks = layout_of([(64, [])]), torch.tensor([8.0, 20.0])
+    inputs = made(layout, 2, 1, (16, 16), torch.bfloat16)
+    exact = tuple(tensor.detach().double() for tensor in inputs)
+    wanted = plain(exact, layout, 0.3, sinks)
+    found = row_with_sinks(*inputs, 0.3, None, sinks.bfloat16()).double()
+    assert ((found - wanted).norm(dim=(1, 3)) / wanted.norm(dim=(1, 3))).max() < 5e-3
 
 
 def test_short_segments_are_computed_together_and_long_ones_alone() -> None:

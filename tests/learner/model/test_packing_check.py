@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import AttentionInterface
 
 from learner.batch import micro_batch
 from learner.batch.layout import Layout, Segment
@@ -270,6 +271,15 @@ def test_a_kernel_that_ignores_segments_is_found_out(
 
     monkeypatch.setattr(attention, "attend_tiles", ignore)
     assert_padded(CONFIGS["llama"], tmp_path, caplog, "rows differ by")
+
+
+@pytest.mark.parametrize(
+    "given", [{"s_aux": torch.zeros(2, requires_grad=True)}, {"s_aux": torch.zeros(2), "softcap": 2.0}]
+)
+def test_sinks_that_are_trained_or_stand_beside_a_cap_are_not_packed(given: dict[str, Any]) -> None:
+    states = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match="^sinks are packed if they are not trained, and"):
+        AttentionInterface()[attention.SEGMENTS](torch.nn.Identity(), states, states, states, None, **given)
 
 
 def test_a_kernel_that_ignores_sinks_is_found_out(

@@ -13,7 +13,6 @@ from torch import Tensor
 from cluster.memory.shape import Shape
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
-from learner.model.attention import VARLEN
 from learner.tools.meta_run import _as_on, footprint
 from learner.trainer.trainer import Trainer
 from tests.learner.rollouts import make_group, uniform
@@ -83,7 +82,7 @@ def test_tensors_without_content_are_on_a_card_inside_of_autograd_functions_too(
             seen.append(x.is_cuda)
             return x.clone()
 
-    with _as_on(cuda=True, attention=VARLEN):
+    with _as_on(cuda=True):
         x = torch.empty(1, device="meta")
         Look.apply(x)
         assert [x.is_cuda, *seen] == [True, True]

@@ -266,6 +266,7 @@ async def test_work_under_way_is_finished_and_later_work_waits(path: Path, owner
 
 async def test_work_is_done_in_one_thread_in_the_order_of_the_calls() -> None:
     thread, done = BaseThread(None), list[int]()
+    assert thread.computed() == 0.0  # it has not begun
 
     def work(number: int) -> int:
         time.sleep(0.02 if number == 0 else 0.0)

@@ -258,6 +258,14 @@ def test_a_prompt_that_is_wrong_is_not_left_out(tmp_path: Path, chat: Chat, valu
         load(DataConfig(path=jsonl(tmp_path, rows), eval=NO_EVAL), chat, 256, seed=0)
 
 
+def test_a_prompt_of_each_kind_is_looked_at(tmp_path: Path, chat: Chat) -> None:
+    """A template may leave out an empty system message, or one that is there."""
+    asked = {"role": "user", "content": "2 + 2"}
+    rows = [{"prompt": [{"role": "system", "content": said}, asked]} for said in ("", "Be brief.", "", "Be kind.")]
+    problems, _ = load(DataConfig(path=jsonl(tmp_path, rows), prompt="prompt", eval=NO_EVAL), chat, 256, seed=0)
+    assert len(list(problems.prompts())) == 2
+
+
 def test_an_empty_system_message_is_no_empty_prompt(tmp_path: Path, chat: Chat) -> None:
     turns = [SYSTEM, {"role": "user", "content": "2+2?"}]
     problems, _ = load(DataConfig(path=jsonl(tmp_path, [{"question": turns}]), eval=NO_EVAL), chat, 256, seed=0)
