@@ -86,7 +86,8 @@ def test_logprobs_and_gradients_are_those_of_pefts_parameters(kind: str, rank: i
         assert slope is not None
         assert float((own - slope).norm()) <= 1e-5 * float(slope.norm()), name
     with policy.acting_as("reference"), torch.no_grad(), wanted.disable_adapter():
-        assert torch.equal(logprobs(policy._lm), logprobs(wanted.get_base_model()))
+        # gpt-oss's attention is ours there, which rounds otherwise than transformers'.
+        assert torch.allclose(logprobs(policy._lm), logprobs(wanted.get_base_model()), atol=2e-6, rtol=0)
         assert float((logprobs(policy._lm) - ours.detach()).abs().max()) > 0.1  # the adapter is in force
 
 
