@@ -508,6 +508,7 @@ async def test_the_trace_says_who_did_what(tmp_path: Path) -> None:
         for what, name in (("wait", "step"), ("policy", "version"))
     }
     assert told == {"wait": [1, 2, 3, 4], "policy": [1, 2, 3, 4]}
+    assert {event["args"]["version"] for event in events if event["name"] == "probe"} == {0, 1, 2, 3, 4}
 
 
 async def test_nothing_of_a_run_that_failed_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

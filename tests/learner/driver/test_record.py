@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cluster.actor import Local
@@ -25,9 +26,18 @@ from learner.driver import record as run_checkpoints
 from learner.driver.checkpoint import publish
 from learner.driver.evaluate import Evaluation
 from learner.driver.identity import Fingerprints
-from learner.driver.record import IdleTimes, StepMetrics, StepRecord, advice, read_policies
+from learner.driver.record import (
+    IdleTimes,
+    StepMetrics,
+    StepRecord,
+    advice,
+    read_mismatch,
+    read_policies,
+    write_mismatch,
+)
 from learner.trainer.service import Arithmetic
 from rollout import ledger
+from rollout.fakes import make_group
 from rollout.types import PolicyId
 from tests.learner.loops import PROBLEMS, Trainer, build, configure, finish, first, started, waiting
 from tests.learner.rollouts import make_groups
@@ -74,6 +84,23 @@ def test_a_run_from_the_beginning_forgets_all(tmp_path: Path) -> None:
     asyncio.run(taken(tmp_path, 0, 1, "second"))
     assert lines(tmp_path) == [(0, "second", 1), (1, "second", 1)]
     assert steps(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize("change", [{"step": "2"}, {"step": True}, {"sha256": 3}, {"sha256": None}])
+def test_a_line_of_another_type_is_no_policy(tmp_path: Path, change: dict[str, Any]) -> None:
+    asyncio.run(taken(tmp_path, 0, 2, "first"))
+    file = tmp_path / "policies.jsonl"
+    *kept, last = file.read_text().splitlines()
+    file.write_text("\n".join([*kept, json.dumps(json.loads(last) | change)]) + "\n")
+    assert lines(tmp_path) == [(0, "first", 2), (1, "first", 2)]
+
+
+def test_the_mismatch_of_a_step_is_kept_by_group(tmp_path: Path) -> None:
+    groups = [make_group(position, rewards=(1.0, 0.0)) for position in (3, 4)]
+    values = pa.array([[0.5], None, [0.25], [0.0, 1.0]], pa.list_(pa.float16()))
+    path = write_mismatch(tmp_path, 7, groups, values)
+    ids = [group.column("group_id")[0].as_py() for group in groups]
+    assert read_mismatch(path) == {ids[0]: [[0.5], None], ids[1]: [[0.25], [0.0, 1.0]]}
 
 
 # What is said of idle times, by hand.
