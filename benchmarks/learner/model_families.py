@@ -47,7 +47,7 @@ def score(prompts, completions, **columns):  # the share of letters of the first
     return [sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in texts]
 """
 WITH_EXPERTS = {"Qwen3-MoE": "qwen3_moe", "gpt-oss": "gpt_oss"}  # as named in reports -> in FAMILIES
-STEPS, END, SEEDS = 20, 5, 3  # END: so many steps at the begin, and at the end, give a mean reward
+STEPS, END, SEEDS = 20, 5, 3  # END: so many steps at the start, and at the end, give a mean reward
 COLUMNS = ("policy/mismatch_max", "policy/mismatch_k3", "policy/entropy", "loss/grad_norm")
 PLAIN = ("Llama", "Qwen2")
 TOWERS = {f"{name}+towers": name for name in CHECKPOINTS}  # their text parts are trained

@@ -8,9 +8,9 @@ LoRA rank times the number of targets. experts, chosen, chosen_f: experts of a b
 the width of these. routed, adapted_experts: whether a block has experts, and whether LoRA adapts them; expert_rank:
 rank of the adapters of those that a token goes to; expert_adapters: weights of the adapters of all. state: elements
 of the state of linear attention; state_heads, state_keys, state_values: its heads that have one, and the widths of
-its keys and values; repeated_keys: width of its keys, once for each such head. Letters for a kind of model or of
-training are 0 or 1, unless a comment says otherwise. every, every_f: experts of a block, and the width of all, where
-each computes all tokens; dense_experts: whether they do. clamped: whether experts limit the numbers of their gate.
+its keys and values; repeated_keys: width of its keys, once for each such head. every, every_f: experts of a block, and
+the width of all, where each computes all tokens; dense_experts: whether they do. clamped: whether experts limit the
+numbers of their gate. Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
 
 Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
 are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,

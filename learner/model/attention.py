@@ -354,18 +354,16 @@ def _by_segments(
     outputs = []
     for index, block in enumerate(layout.blocks):
         q, k, v = queries[index], keys[index], values[index]
-        if sinks is not None and block.prefix is None:
-            outputs.append(row_with_sinks(q, k, v, scale, window, sinks))
-            continue
         if block.prefix is not None:
-            reach = layout.before(index, window if sinks is not None else None)
-            k, v = (
-                torch.cat([x[block.prefix][:, :, block.prefix_length - reach :], x[index]], 2) for x in (keys, values)
-            )
-        if sinks is not None:
-            outputs.append(with_sinks(q, k, v, layout.mask_with_sink(index, window, query), scale, sinks))
-        else:
+            before = layout.before(index, None if sinks is None else window)
+            begin = block.prefix_length - before
+            k, v = (torch.cat([x[block.prefix][:, :, begin:], x[index]], 2) for x in (keys, values))
+        if sinks is None:
             outputs.append(_attend(q, k, v, layout.mask(index, window, query), scale, cap))
+        elif block.prefix is None:
+            outputs.append(row_with_sinks(q, k, v, scale, window, sinks))
+        else:
+            outputs.append(with_sinks(q, k, v, layout.mask_with_sink(index, window, query), scale, sinks))
     return torch.cat(outputs, 1)
 
 

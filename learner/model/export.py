@@ -111,10 +111,9 @@ def _weights(policy: Policy, merged: bool) -> dict[str, Source]:
 def export(policy: Policy, folder: Path, path: str) -> None:
     """Writes the policy for users into a folder, which is created. An adapter is written in PEFT's format in float32,
     which vLLM loads; where vLLM has other names or another order of rows, a copy with those is written into
-    VLLM_FOLDER. The adapter of a
-    checkpoint's text part has the names of the whole checkpoint, on which others load it. A whole model is
-    written in its dtype, and can be loaded by transformers, vLLM and as model.path. path: the base model's name or
-    folder."""
+    VLLM_FOLDER. The adapter of a checkpoint's text part has the names of the whole checkpoint, on which others load it.
+    A whole model is written in its dtype, and can be loaded by transformers, vLLM and as model.path. path: the base
+    model's name or folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if policy.peft_config is None:
         export_model(policy, policy.trained.sources(), folder, path)

@@ -46,7 +46,7 @@ def reasons() -> dict[str, str]:
 
 
 def main() -> int:
-    known, unexplained, excused, used = reasons(), 0, 0, set()
+    known, unexplained, excused = reasons(), 0, 0
     counts: dict[str, Counter[str]] = {}
     for file, mutant, status in results():
         counts.setdefault(file, Counter())["killed" if status in KILLED else status] += 1
@@ -54,7 +54,6 @@ def main() -> int:
             continue
         before, after = change(file, mutant)
         key = f"{file}: {after or '- ' + before}"
-        used.add(key)
         unexplained += key not in known
         excused += key in known
         print(f"{status}  {file}\n    - {before}\n    + {after}\n    {known.get(key, 'NO REASON GIVEN')}")

@@ -175,11 +175,11 @@ def test_bytes_that_changed_on_their_way_are_an_error(file: WeightsFile) -> None
 def test_closing_twice_closes_nothing_else(file: WeightsFile) -> None:
     packed(file, 1)
     file.close()
-    numbers = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    before = [os.fstat(number).st_ino for number in (1, *opened)]
     file.close()
-    for number in (1, *numbers):
-        os.fstat(number)
-    for number in numbers:
+    assert [os.fstat(number).st_ino for number in (1, *opened)] == before  # OSError for one that is closed
+    for number in opened:
         os.close(number)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from cluster.memory.learner import (
     WIDENED_ROWS,
+    WINDOW_TILE,
     Learning,
     Micro,
     ReferenceKind,
@@ -27,7 +28,7 @@ from cluster.memory.learner import (
 from cluster.memory.plan import Misfit, Plan, Wish, Workload, least, plan
 from cluster.memory.shape import ALL, ATTENTION, SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
 from learner.config.settings import LearnerConfig
-from learner.model import lora
+from learner.model import attention, lora
 from learner.tools.meta_run import Footprint, footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
@@ -112,6 +113,11 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def shape_of(kind: str, settings: dict[str, Any], name: str) -> Shape:
+    """Of transformers' configuration of a model type with these settings."""
+    return Shape.from_config(json.loads(json.dumps(AutoConfig.for_model(kind, **settings).to_dict())), name)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["full", "none"])
 @pytest.mark.parametrize(
@@ -125,12 +131,8 @@ def test_the_model_is_the_step_of_layers_that_are_not_alike(
     name: str, policy: Checkpointing, targets: tuple[str, ...]
 ) -> None:
     """Linear attention is the one that torch computes, packed."""
-    import transformers
-
     kind, settings = MIXED[name]
-    hf: Any = transformers
-    config = hf.AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if key != "model_type"})
-    shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), name)
+    shape = shape_of(kind, {key: value for key, value in settings.items() if key != "model_type"}, name)
     told = {"push": "merged", "lora": {"targets": list(targets)}} if "experts" in targets else {}
     learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": 2648, **told})
     fake = footprint(shape, learner, [(256, [300] * 8), (257, [299] * 8)])
@@ -152,8 +154,8 @@ def test_attention_with_sinks_takes_what_blocks_of_completions_do(
     """Of a gpt-oss with small experts; a prompt's keys count once for all completions that are as long together."""
     prompt, completion, count = lengths
     settings = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 720}
-    config = AutoConfig.for_model("gpt_oss", **FOUR, **settings)
-    shape = Shape.from_config(json.loads(json.dumps(config.to_dict())), "gpt-oss")
+    assert WINDOW_TILE == attention.WINDOW_TILE
+    shape = shape_of("gpt_oss", FOUR | settings, "gpt-oss")
     budget = prompt + count * (completion - 1)
     learner = LearnerConfig.model_validate({"checkpointing": policy, "token_budget": budget})
     fake = footprint(shape, learner, [(prompt, [completion] * count)])

@@ -106,9 +106,8 @@ async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(s
     turn = [*CHAT.tokenizer.encode("3 or 3", add_special_tokens=False), STOP]
     seen = list(CHAT.observe([{"role": "user", "content": "go on"}], STOP))
     assert row["completion_ids"] == [*turn, *seen, *turn, *seen, *turn]
-    assert asked_of(row["problem"]).messages == [
-        {"role": "user", "content": "begin"}
-    ]  # the environment's, not the data's
+    opening = [{"role": "user", "content": "begin"}]  # the environment's, not the data's
+    assert asked_of(row["problem"]).messages == opening
     one, other = [True] * len(turn), [False] * len(seen)
     assert row["loss_mask"] == [*one, *other, *one, *other, *one]
     assert row["prompt_ids"] == list(CHAT.render([{"role": "user", "content": "begin"}])[1])
