@@ -3,9 +3,11 @@ the newest checkpoint holds, whenever the run was killed, and it is there at any
 """
 
 import asyncio
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import WrongInput
-from cluster.files import digest_of, fsync
+from cluster.files import WriteFailed, digest_of, fsync
 from learner.driver import checkpoint
 from learner.driver.checkpoint import publish
 from tests.learner import checkpoints
@@ -279,6 +281,37 @@ async def test_a_disk_that_is_full_at_the_last_file_has_a_path(tmp_path: Path) -
         async with checkpoint.commit(tmp_path, 1, keep=1) as folder:
             (folder / "manifest.json").symlink_to("/dev/full")
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "work", "path"),
+    [
+        (Path, "mkdir", "checkpoints"),
+        (checkpoint, "digests_in", "checkpoints/.tmp-step-000002-"),
+        (Path, "rename", "checkpoints/step-000002"),
+        (shutil, "rmtree", "checkpoints"),
+        (checkpoint, "_replace", "adapter"),
+    ],
+)
+def test_whatever_cannot_be_written_is_told_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, work: str, path: str
+) -> None:
+    """Also where the error of the system names no file."""
+    _, newer = adapter(tmp_path, 0), adapter(tmp_path, 1)
+
+    def full(*_: Any, **how: Any) -> None:
+        if not how.get("ignore_errors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, work, full)
+
+    def write() -> None:
+        commit(tmp_path / "checkpoints", 2, {}, keep=2)
+        publish(newer, tmp_path, whole_model=False)
+
+    with pytest.raises(WriteFailed) as caught:
+        write()
+    assert str(caught.value.filename).startswith(f"{tmp_path}/{path}")
 
 
 def test_everything_is_on_the_disk_before_it_has_a_name_and_the_name_before_it_counts(

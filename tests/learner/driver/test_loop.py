@@ -422,15 +422,23 @@ async def test_an_adapter_that_never_took_effect_stops_the_run(tmp_path: Path) -
     assert len(consumed(tmp_path)) == 3  # nothing was learned after that
 
 
+@pytest.mark.parametrize(("lost", "waits"), [(ClusterLost("Ray's raylet has ended"), 7), (Unusable("a fault"), 41)])
 async def test_a_lost_cluster_leaves_some_seconds_for_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: Exception, waits: float
 ) -> None:
     """Ray ends the processes soon, so the run does not wait as long as for another checkpoint."""
-    monkeypatch.setattr(loop, "LOST_S", 0.05)
-    run = build(tmp_path, configure(), 6)
+    monkeypatch.setattr(loop, "LOST_S", 7)
+    patience: list[float] = []
 
-    async def lost() -> None:
-        raise ClusterLost("Ray's raylet has ended")
+    def within(seconds: float) -> asyncio.Timeout:
+        patience.append(seconds)
+        return asyncio.timeout(0.05)
+
+    run = build(tmp_path, waiting(configure(), step=41), 6)
+
+    async def fails() -> None:
+        monkeypatch.setattr(loop, "within", within)
+        raise lost
 
     async def never() -> None:
         await asyncio.Event().wait()
@@ -438,8 +446,9 @@ async def test_a_lost_cluster_leaves_some_seconds_for_the_last_checkpoint(
     monkeypatch.setattr(run.loop.training, "settled", never)
     with pytest.raises(BaseExceptionGroup) as caught:
         async with asyncio.timeout(10):
-            await run.run(None, lost())
-    assert isinstance(first(caught.value), ClusterLost)
+            await run.run(None, fails())
+    assert first(caught.value) is lost
+    assert patience[-1] == waits
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cluster.errors import WrongInput
 from cluster.files import Digest, WriteFailed
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver import checkpoint
+from learner.driver import checkpoint, console
 from learner.driver import record as run_checkpoints
 from learner.driver.checkpoint import publish
 from learner.driver.evaluate import Evaluation
@@ -266,6 +266,16 @@ async def test_the_metrics_of_every_step_are_measured_against_the_plan(tmp_path:
     await finish(run)
     assert len(measured) == 2
     assert all("memory/generator_peak" in metrics for metrics in measured)
+
+
+async def test_what_reward_functions_print_is_told_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, noted = build(tmp_path, configure(), 2), list[str]()
+    monkeypatch.setattr(run.sinks.progress, "note", noted.append)
+    (tmp_path / console.NAME).write_text("a guess\nanother\n")
+    await finish(run)
+    told = [line for line in noted if line is not None and "reward functions print" in line]
+    assert told == [f"reward functions print, into {tmp_path / console.NAME}; its first lines: a guess | another"]
+    assert None not in noted
 
 
 class Asked(Local[Any]):

@@ -23,7 +23,7 @@ from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
 from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
-from rollout.data.problems import Cursor, Problems, fitting, load
+from rollout.data.problems import Cursor, Problems, fitting, load, load_whole
 from rollout.data.sources import Pace
 from rollout.schema import Problem
 from tests.rollout.data.test_sources import Letters
@@ -180,6 +180,8 @@ def test_a_reasoning_gym_task(chat: Chat) -> None:
     assert json.loads(columns["metadata"])["source_dataset"] == "chain_sum"
     assert [problems.at(i) for i in range(9)] == [load(data, chat, 256, seed=4)[0].at(i) for i in range(9)]
     assert load(data, chat, 256, seed=5)[0].at(0) != problems.at(0)
+    whole = load_whole(data, chat, 256, seed=4)
+    assert {problem.columns["question"] for problem in whole} == trained
 
 
 def test_too_few_different_questions(chat: Chat) -> None:
