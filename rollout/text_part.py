@@ -102,10 +102,23 @@ def text_adapter(tensors: Mapping[str, T]) -> dict[str, T]:
     return found
 
 
-def whole_adapter(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """The inverse of text_adapter. prefix: what names of the decoder's layers begin with on the whole checkpoint."""
+def whole_adapter(
+    tensors: Mapping[str, T], config: Mapping[str, Any], prefix: str | None
+) -> tuple[dict[str, T], dict[str, Any]]:
+    """An adapter of the text part as others load it on the whole checkpoint: its tensors, by the inverse of
+    text_adapter, and the content of its adapter_config.json. A scalar head keeps its name.
+
+    prefix: what names of the decoder's layers begin with on the whole checkpoint; None: it has no towers, and nothing
+    changes.
+    """
+    if prefix is None:
+        return dict(tensors), dict(config)
     layers = f"{PEFT}model."
-    return {f"{PEFT}{prefix}{name.removeprefix(layers)}": one for name, one in tensors.items()}
+    whole = {
+        f"{PEFT}{prefix}{name.removeprefix(layers)}" if name.startswith(layers) else name: one
+        for name, one in tensors.items()
+    }
+    return whole, {**config, "exclude_modules": EXCLUDED}
 
 
 def of_text(config: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from rollout.data.model_files import WEIGHTS_FILE, split
-from rollout.text_part import EXCLUDED, text_adapter, whole_adapter
+from rollout.text_part import text_adapter, whole_adapter
 from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights import Source, WeightsFile, in_halves, pack, turned_heads, write
 
@@ -137,11 +137,9 @@ def export_model(policy: Policy, sources: Mapping[str, Source], folder: Path, pa
 def _save_adapter(policy: Policy, weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: weight.detach().cpu().clone() for name, weight in weights.items()}  # save_file refuses shared memory
-    if policy.text_prefix is not None:
-        own = whole_adapter(own, policy.text_prefix)
-        config = {**config, "exclude_modules": EXCLUDED}
-    save_file(own, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    whole, content = whole_adapter(own, config, policy.text_prefix)
+    save_file(whole, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2))
 
 
 def save_masters(policy: Policy, folder: Path) -> None:

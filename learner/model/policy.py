@@ -244,7 +244,7 @@ class Policy:
             adapters = self._peft.peft_config
             self.peft_config = as_json(adapters[POLICY]) | base_of(model.source)
             self._roles["reference"] = partial(acting_as, self._peft, REFERENCE if REFERENCE in adapters else None)
-        self.scored = {role.name: ScoredAdapter(self._peft, role, seed) for role in roles}
+        self.scored = {role.name: ScoredAdapter(self._peft, role, seed, self.text_prefix) for role in roles}
         self._roles |= {name: partial(acting_as, self._peft, name) for name in self.scored}
         own = [(name, weight) for name, weight in self._peft.named_parameters() if weight.requires_grad]
         if lora is not None:

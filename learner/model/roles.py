@@ -26,7 +26,7 @@ from learner.model.base import check_finite
 from learner.model.lora import POLICY, as_json
 from learner.model.masters import Masters, difference
 from rollout.data.model_files import WEIGHTS_FILE, load_tokenizer
-from rollout.text_part import text_adapter
+from rollout.text_part import text_adapter, whole_adapter
 
 
 class ScalarHead(nn.Module):
@@ -89,9 +89,10 @@ class ScoredAdapter:
         peft_config: the content of the role's adapter_config.json.
     """
 
-    def __init__(self, wrapped: Any, role: ScoredRole, seed: int) -> None:
-        """Adds the adapter to the PEFT model. Raises WrongInput if the folder does not hold an adapter with a scalar
+    def __init__(self, wrapped: Any, role: ScoredRole, seed: int, text_prefix: str | None = None) -> None:
+        """Adds the adapter to the PEFT model. text_prefix: learner.model.policy.Policy.text_prefix. Raises WrongInput if the folder does not hold an adapter with a scalar
         head for this base."""
+        self._text_prefix = text_prefix
         lm = wrapped.get_base_model()
         place = lm.get_output_embeddings().weight
         tensors = {} if role.folder is None else text_adapter(load_file(Path(role.folder) / WEIGHTS_FILE))
@@ -123,16 +124,17 @@ class ScoredAdapter:
 
     def save(self, folder: Path, path: str) -> None:
         """Writes the adapter in float32 for PEFT's AutoPeftModelForSequenceClassification; the folder is created. For
-        its use, transformers' sequence classification needs a padding token in the base's config.
+        its use, transformers' sequence classification needs a padding token in the base's config. The adapter of a
+        checkpoint's text part has the names of the whole checkpoint (rollout.text_part).
 
         path: name or folder of the base model.
         """
         folder.mkdir(parents=True, exist_ok=True)
         named = self.weights if self.masters is None else self.masters.named
-        save_file(
-            {name: weight.detach().to("cpu", torch.float32) for name, weight in named.items()}, folder / WEIGHTS_FILE
-        )
-        (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config | base_of(path), indent=2))
+        own = {name: weight.detach().to("cpu", torch.float32) for name, weight in named.items()}
+        tensors, config = whole_adapter(own, self.peft_config | base_of(path), self._text_prefix)
+        save_file(tensors, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
     def load(self, folder: Path) -> None:
         """Loads what `save` wrote; only for a trained role. Raises ValueError if names or shapes of weights differ."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,9 +45,15 @@ def test_only_a_checkpoint_with_towers_is_renamed() -> None:
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_an_adapter_goes_to_the_whole_checkpoint_and_back(prefix: str) -> None:
     own = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight": torch.ones(1) for half in "AB"}
-    whole = whole_adapter(own, prefix)
-    assert [name.startswith(f"base_model.model.{prefix}layers.0.") for name in whole] == [True, True]
-    assert text_adapter(whole) == own == text_adapter(own)
+    head = {"base_model.model.score.weight": torch.zeros(1)}
+    whole, config = whole_adapter(own | head, {"r": 8}, prefix)
+    assert [name.startswith(f"base_model.model.{prefix}layers.0.") for name in whole] == [True, True, False]
+    assert text_adapter(whole) == own | head == text_adapter(own | head)
+    excluded = re.compile(config.pop("exclude_modules"))  # what PEFT would adapt of towers
+    assert excluded.fullmatch("model.visual.blocks.0.mlp.up_proj")
+    assert not excluded.fullmatch("model.language_model.layers.0.mlp.up_proj")
+    assert config == {"r": 8}
+    assert whole_adapter(own, {"r": 8}, None) == (own, {"r": 8})
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -198,9 +198,9 @@ def policy_with(path: str, *roles: ScoredRole, adapter: str | None = None, **set
     )
 
 
-def last_score(policy: Policy, role: str) -> Tensor:
+def last_score(policy: Policy, role: str, ids: Tensor = ROLES_IDS) -> Tensor:
     with policy.acting_as(role):
-        scores: Tensor = policy.scored[role].head(policy.hidden(ROLES_IDS))
+        scores: Tensor = policy.scored[role].head(policy.hidden(ids))
     return scores[-1]
 
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from examples.random_towers import make_checkpoint
 from learner.config import ModelConfig
 from learner.model.base import load_base
 from learner.model.export import export, load_masters
 from learner.model.policy import Policy
+from learner.model.roles import ScoredRole
 from rollout.data.weight_names import check_fit, check_model
 from tests.learner.model.test_packing_check import random_adapter
 from tests.learner.model.test_policy import make_policy
+from tests.learner.model.test_reference import last_score, policy_with
 
 IDS = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(5))
 EQUAL = 1e-4  # nats
@@ -92,3 +94,26 @@ def test_the_text_part_is_what_the_whole_model_computes_of_text(checkpoint: Path
 
 def test_an_exported_adapter_fits_the_whole_model(checkpoint: Path, tmp_path: Path) -> None:
     check_export(checkpoint, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])  # transformers classifies with no others of such checkpoints
+def test_a_reward_model_of_the_text_part_is_read_by_peft_on_the_whole_checkpoint(name: str, tmp_path: Path) -> None:
+    checkpoint = str(make_checkpoint(tmp_path / "checkpoint", name))
+    policy = policy_with(checkpoint, ScoredRole("value", None, trained=True, key="learner"))
+    value = policy.scored["value"]
+    assert value.masters is not None
+    torch.manual_seed(1)
+    for weight in value.masters.named.values():
+        torch.nn.init.normal_(weight, std=0.1)
+    value.masters.sync()
+    value.save(tmp_path / "value", checkpoint)
+
+    whole: Any = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    whole.config.get_text_config().pad_token_id = whole.config.pad_token_id = 300
+    theirs = peft.PeftModel.from_pretrained(whole, str(tmp_path / "value")).eval()
+    more = {"token_type_ids": torch.zeros_like(IDS)} if name == "gemma3" else {}
+    wanted = theirs(input_ids=IDS, **more).logits[0, 0]
+    assert abs(float(wanted)) > 0.01
+    torch.testing.assert_close(last_score(policy, "value", IDS), wanted, atol=EQUAL, rtol=EQUAL)
+    again = policy_with(checkpoint, ScoredRole("reward", str(tmp_path / "value"), trained=False, key="rewards"))
+    torch.testing.assert_close(last_score(again, "reward", IDS), wanted, atol=EQUAL, rtol=EQUAL)
