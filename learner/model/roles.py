@@ -90,8 +90,8 @@ class ScoredAdapter:
     """
 
     def __init__(self, wrapped: Any, role: ScoredRole, seed: int, text_prefix: str | None = None) -> None:
-        """Adds the adapter to the PEFT model. text_prefix: learner.model.policy.Policy.text_prefix. Raises WrongInput if the folder does not hold an adapter with a scalar
-        head for this base."""
+        """Adds the adapter to the PEFT model. text_prefix: learner.model.policy.Policy.text_prefix. Raises WrongInput
+        if the folder does not hold an adapter with a scalar head for this base."""
         self._text_prefix = text_prefix
         lm = wrapped.get_base_model()
         place = lm.get_output_embeddings().weight

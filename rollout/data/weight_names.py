@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.errors import WrongInput
 from cluster.memory.shape import LINEAR, Shape
+from cluster.reading import opened
 from rollout.architecture import EXPERTS, text_of
 from rollout.data.model_files import (
     CONFIG,
@@ -142,13 +143,15 @@ def _has_rank(name: str, half: str, shape: tuple[int, ...], rank: int) -> bool:
 
 
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
-    """Raises WrongInput if an adapter's copy under vLLM's names, in which a fused layer is two, has other layers.
+    """Raises WrongInput if an adapter's copy under vLLM's names, in which a fused layer is two, has other layers, or is
+    a copy of another adapter: of an earlier one in this folder, for example. Every A has the same numbers in both.
 
     content, copied: the adapter_config.json of the adapter and of its copy.
     """
     stored = adapter_weights(copy, key)
     here, there = ({str(name).rpartition(".")[2] for name in one["target_modules"]} for one in (content, copied))
     wanted: dict[str, tuple[int, ...]] = {}
+    differing = []
     for name, one in adapter_weights(folder, key).items():
         if (half := HALF.fullmatch(name)) is None:
             continue
@@ -158,8 +161,27 @@ def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], cop
         for part in [leaf] if same else sorted(there - here):
             served = f"{block}.{part}{lora}{kind}{half[2]}{half[3]}"
             wanted[served] = one.shape if same or half[2] == "A" or served not in stored else stored[served].shape
+            if half[2] == "A" and served in stored and _differ(one, stored[served]):
+                differing.append(served)
     if wrong := adapter_misfits(wanted, stored, key, copy):
         raise WrongInput("\n".join(wrong))
+    if differing:
+        raise WrongInput(
+            f"{key}: {copy} must be a copy of the adapter in {folder}, and has other numbers in "
+            f"{counted(differing)}, first {differing[0]}; copy both again from one run's adapter/"
+        )
+
+
+def _differ(own: Stored, copied: Stored) -> bool:
+    """Whether two tensors of one dtype and shape hold other numbers."""
+    if (own.dtype, own.shape) != (copied.dtype, copied.shape):
+        return False  # another shape is refused by its shape; of another dtype are numbers that somebody rounded
+    parts = []
+    for one in (own, copied):
+        with opened(one.file) as stream:
+            stream.seek(one.begin)
+            parts.append(stream.read(one.nbytes))
+    return parts[0] != parts[1]
 
 
 def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:

@@ -187,6 +187,10 @@ COPIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda one: [one.pop(f"{UP}.lora_{half}.weight") for half in "AB"],
         r"lacks .*: 2, .*1\.mlp\.up_proj",
     ),
+    "an older copy": (
+        lambda one: one.update({UP + ".lora_A.weight": one[UP + ".lora_A.weight"] * 2}),
+        r"must be a copy of the adapter in \S+/a, and has other numbers in 1 tensor, first .*1\.mlp\.up_proj",
+    ),
 }
 UP = "base_model.model.model.layers.1.mlp.up_proj"
 
