@@ -16,6 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from examples.random_model import make_tiny_model, make_tokenizer
+from examples.random_towers import make_checkpoint
+from rollout.text_part import text_name
 
 GROUP = 32
 Array = npt.NDArray[Any]
@@ -151,19 +153,29 @@ KINDS: dict[str, tuple[Callable[[Array], tuple[Tensors, Array]], dict[str, Any]]
 }  # fmt: skip
 
 
-def make_quantised(path: Path, kind: str, **options: Any) -> dict[str, Array]:
-    """Writes a tiny random Llama in a quantised format under path; returns the weights of its quantised layers by the
-    format's definition, by name. options: of make_tiny_model."""
+def make_quantised(path: Path, kind: str, *, towers: str | None = None, **options: Any) -> dict[str, Array]:
+    """Writes a tiny random model in a quantised format under path; returns the weights of its quantised layers by the
+    format's definition, by the names of a model of text. towers: a checkpoint of examples.random_towers, of whose text
+    part the layers are quantised; None: a Llama, with options of make_tiny_model."""
     given: dict[str, Any] = {"family": "Llama", "hidden_size": 128, "heads": 2, "kv_heads": 1, "tied": False}
-    make_tiny_model(path, **given | options)
+    if towers is None:
+        make_tiny_model(path, **given | options)
+    else:
+        make_checkpoint(path, towers)
     quantise, told = KINDS[kind]
     tensors, defined = dict[str, torch.Tensor](), dict[str, Array]()
     for name, weight in load_file(path / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or (own := text_name(name)) is None:
             tensors[name] = weight.bfloat16()
             continue
-        parts, defined[name] = quantise(weight.numpy())
+        parts, defined[own] = quantise(weight.numpy())
         tensors |= {f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()}
+    if towers is not None:  # the tools name each layer that they leave out
+        kept = [
+            name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and text_name(name) is None
+        ]
+        key = "ignore" if "ignore" in told else "modules_to_not_convert"
+        told = told | {key: [*(told.get(key) or ()), *kept]}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": told}

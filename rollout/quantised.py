@@ -8,7 +8,8 @@
 | FP8 | fp8, or compressed-tensors, float-quantized | weight float8_e4m3fn, and a scale for each row or block |
 | MXFP4 | mxfp4 (gpt-oss) | blocks [experts, out, in/32, 16] uint8, scales [experts, out, in/32] uint8 |
 
-learner.model.bases.quantised computes weights from these tensors. vLLM reads the same files.
+learner.model.bases.quantised computes weights from these tensors. vLLM reads the same files. Of a checkpoint with
+towers these are the layers of its text part, by a text model's names (rollout.text_part).
 """
 
 import math
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from cluster.errors import WrongInput
 from rollout.architecture import has_experts, other_inputs, text_of
 from rollout.data.model_files import Stored, counted
+from rollout.text_part import KEPT, text_quantisation
 
 NIBBLES = 8  # numbers of 4 bits in a word of 32
 MX_BLOCK = 32  # numbers of an MXFP4 block, which share an exponent (OCP Microscaling Formats 1.0, section 5.2)
@@ -113,10 +115,11 @@ def format_of(config: Mapping[str, Any], path: str) -> Format | None:
     method = told.get("quant_method") if isinstance(told, Mapping) else told
     if not isinstance(told, Mapping) or method not in READERS:
         _refuse(path, str(method), f"are of a kind that is not read ({', '.join(READERS)} are)")
-    if others := other_inputs(config):
-        _refuse(
-            path, str(method), f"are beside a tower ({', '.join(others)}), whose text part is read in 16 bits alone"
-        )
+    if other_inputs(config):
+        told = text_quantisation(told)
+        named = [one for key in KEPT for one in _names(told.get(key), path, str(method)) if "language_model" in one]
+        if named:
+            _refuse(path, str(method), f"leave out layers by {named[0]!r:.80}, which is no name of a layer of text")
     found = READERS[method](told, path)
     if has_experts(config) != (found.name == "MXFP4"):
         what = "are experts', which are read in MXFP4 alone" if found.name != "MXFP4" else "are not of gpt-oss"

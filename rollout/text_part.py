@@ -34,6 +34,7 @@ PEFT = "base_model.model."  # PEFT's prefix of the names of all layers
 # that have the names of adapted ones.
 EXCLUDED = rf"(?:.*\.)?(?:{TOWERS})\..*"
 OF_CHECKPOINT = ("quantization_config", "dtype")  # settings that may stand outside text_config only
+KEPT = ("ignore", "ignored_layers", "modules_to_not_convert")  # lists of a quantization_config: layers in 16 bits
 
 
 def text_part(config: Any) -> Any:
@@ -64,6 +65,8 @@ def text_part(config: Any) -> Any:
     for name in OF_CHECKPOINT:
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
+    if isinstance(told := getattr(text, "quantization_config", None), Mapping):
+        text.quantization_config = text_quantisation(told)
     rope = getattr(text, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" in rope:  # the form in which vLLM's Mistral reads the scale of queries
         length = rope["original_max_position_embeddings"]
@@ -82,6 +85,20 @@ def text_name(name: str) -> str | None:
         if count:
             break
     return name
+
+
+def text_quantisation(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A quantization_config whose layers have the names of a model of text; towers' keep theirs, which no layer of text
+    has. Regular expressions stay as they are."""
+
+    def named(layer: Any) -> Any:
+        own = text_name(f"{layer}.") if isinstance(layer, str) and not layer.startswith("re:") else None
+        return layer if own is None else own.removesuffix(".")
+
+    return {
+        name: [named(layer) for layer in value] if name in KEPT and isinstance(value, list) else value
+        for name, value in told.items()
+    }
 
 
 def text_tensors(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# What the name of a module of a decoder's layer begins with. A tower's layers, which are not counted, have other names.
+LAYER = re.compile(r"^(?:(?:model|language_model|decoder|transformer)\.)*layers\.\d+\.")
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -39,7 +42,7 @@ def _names(ignored: str, path: str) -> bool:
     if ignored.startswith("re:"):
         return re.match(ignored.removeprefix("re:"), path) is not None
     within = path.partition(".layers.0.")[2]
-    found = re.sub(r"^.*?\blayers\.\d+\.", "", ignored)
+    found = LAYER.sub("", ignored)
     return found == within or within.startswith(f"{found}.") or within.endswith(f".{found}")
 
 

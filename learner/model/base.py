@@ -176,8 +176,7 @@ def _packed_base(
     """Loads a quantised checkpoint (learner.model.bases.quantised)."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     lm = with_layers(empty_model(config, dtype, model.source, **options), packed, dtype)
-    files = {name: file for name, (file, _) in tensor_files(model.source).items()}
-    return fill(lm, packed, files, device, path=model.source, key=key)
+    return fill(lm, packed, tensor_files(model.source), device, path=model.source, key=key)
 
 
 def _loaded(model: ModelConfig, key: str, *, outside: bool, **options: Any) -> Any:

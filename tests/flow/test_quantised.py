@@ -13,9 +13,9 @@ MISMATCH = 0.2  # nats, of any token in bfloat16; measured 0.06 to 0.085, and 0.
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["w4a16", "gptq", "awq"])
-def test_a_run_on_a_quantised_checkpoint(tmp_path: Path, kind: str) -> None:
-    make_quantised(tmp_path / "model", kind)
+@pytest.mark.parametrize(("kind", "towers"), [("w4a16", None), ("gptq", None), ("awq", None), ("w4a16", "gemma3")])
+def test_a_run_on_a_quantised_checkpoint(tmp_path: Path, kind: str, towers: str | None) -> None:
+    make_quantised(tmp_path / "model", kind, towers=towers)
     run = Run(tmp_path / "run", tmp_path / "model", steps=3)
     run.finish("model.dtype=bfloat16")
     steps = [line for line in run.metrics() if line["step"] > 0]

@@ -106,6 +106,20 @@ def test_layers_that_stay_as_they_are_are_named(settings: dict[str, Any], layer:
     assert found.covers(layer) is covered
 
 
+@pytest.mark.parametrize("kept", [f"{prefix}layers.0.mlp.up_proj" for prefix in ("language_model.model.", "model.")])
+def test_layers_of_a_text_part_are_named_as_in_the_whole_checkpoint(kept: str) -> None:
+    towers = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {"depth": 2}}
+    ignore = [kept, "vision_tower.encoder.layers.0.mlp.down_proj", "language_model.lm_head", "re:.*vision_tower.*"]
+    found = format_of(towers | {"quantization_config": W4A16 | {"ignore": ignore}}, "m")
+    assert found is not None
+    names = ("lm_head", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj")
+    assert [found.covers(name) for name in names] == [False, False, True]
+    with pytest.raises(
+        WrongInput, match=r"leave out layers by 're:language_model.\*up', which is no name of a layer of"
+    ):
+        format_of(towers | {"quantization_config": W4A16 | {"ignore": ["re:language_model.*up"]}}, "m")
+
+
 Change = Callable[[dict[str, Tensor]], object]
 Q = "model.layers.0.self_attn.q_proj"
 

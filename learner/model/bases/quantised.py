@@ -218,16 +218,20 @@ def plain_layers(lm: Any) -> Any:
 QUANTISED = (QuantisedLinear, QuantisedExperts)
 
 
-def fill(lm: Any, found: Format, files: Mapping[str, Path], device: torch.device, *, path: str, key: str) -> Any:
+def fill(
+    lm: Any, found: Format, files: Mapping[str, tuple[Path, str]], device: torch.device, *, path: str, key: str
+) -> Any:
     """Returns the model of `with_layers` with the content of its files, in its own dtypes, on the device.
 
-    files: the file of each tensor. path, key: the model, and the setting that names it, for messages.
+    files: (file, name there) of each tensor (learner.model.base.tensor_files). path, key: the model, and the setting
+        that names it, for messages.
 
     Raises WrongInput if a tensor is missing or strange, or if other layers are quantised than config.json says.
     """
     stored: dict[str, Stored] = {}
-    for file in sorted(set(files.values())):
-        stored |= {name: one for name, one in header(file, key).items() if files.get(name) == file}
+    for file in sorted({file for file, _ in files.values()}):
+        named = {there: name for name, (home, there) in files.items() if home == file}
+        stored |= {named[there]: one for there, one in header(file, key).items() if there in named}
     if wrong := wrong_layers(lm, stored, found, path, key):
         raise WrongInput("\n".join(wrong))
     own, modules, by_file = dict(lm.named_parameters()), dict(lm.named_modules()), defaultdict[Path, list[str]](list)
@@ -238,10 +242,11 @@ def fill(lm: Any, found: Format, files: Mapping[str, Path], device: torch.device
             for name in names:
                 home, _, leaf = name.rpartition(".")
                 layer = modules.get(home)
+                there = files[name][1]
                 if isinstance(layer, QUANTISED) and layer.takes(leaf):
-                    layer.set(leaf, opened.get_tensor(name).to(device))
+                    layer.set(leaf, opened.get_tensor(there).to(device))
                 elif layer is not None and name in own:
-                    content = opened.get_tensor(name).to(device, own[name].dtype)
+                    content = opened.get_tensor(there).to(device, own[name].dtype)
                     setattr(layer, leaf, nn.Parameter(content, requires_grad=False))
     lm.tie_weights()
     if left := [name for name, weight in lm.named_parameters() if weight.is_meta]:

@@ -60,6 +60,8 @@ def test_modules_that_are_not_quantised() -> None:
     for ignore in (["re:.*self_attn.q_proj"], ["model.layers.5.self_attn.q_proj"], ["q_proj", "lm_head"]):
         found = base_bytes(with_quantisation(PACKED | {"ignore": ignore}), "none", 2)
         assert found == base_bytes(LLAMA, "w4a16", 2) + 2 * queries - FORMATS["w4a16"].bytes(queries)
+    tower = with_quantisation(PACKED | {"ignore": ["vision_tower.encoder.layers.0.self_attn.q_proj"]})
+    assert base_bytes(tower, "none", 2) == base_bytes(LLAMA, "w4a16", 2)
     gate = with_quantisation(PACKED | {"ignore": ["model.layers.0.mlp.gate"]})  # a router, not gate_proj
     assert base_bytes(gate, "none", 2) == base_bytes(LLAMA, "w4a16", 2)
 

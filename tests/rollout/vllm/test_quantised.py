@@ -24,7 +24,7 @@ from tests.rollout.engine_case import PROMPT, run, settings
 
 RMS = 0.05  # nats, in bfloat16; measured 0.022 over 1,000 tokens, and 0.025 for GPTQ with scales that are not rounded
 CPU = torch.device("cpu")
-NUMBERS = {"w4a16_zeros": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+NUMBERS = {"w4a16": "weight_packed", "w4a16_zeros": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
 
 def held_by_vllm(engine: VllmEngine, part: str) -> dict[str, torch.Tensor]:
@@ -49,10 +49,18 @@ def moved(path: Path) -> Policy:
 
 
 @pytest.mark.parametrize(
-    "kind", ["awq", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gptq", "w4a16_zeros"))]
+    ("kind", "towers"),
+    [
+        ("awq", None),
+        ("w4a16", "gemma3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("gptq", None), ("w4a16_zeros", None), ("awq", "qwen3_vl"), ("gptq", "mistral3"))
+        ),
+    ],
 )
-def test_sampler_and_learner_hold_the_same_weights(kind: str, tmp_path: Path) -> None:
-    make_quantised(tmp_path, kind)
+def test_sampler_and_learner_hold_the_same_weights(kind: str, towers: str | None, tmp_path: Path) -> None:
+    make_quantised(tmp_path, kind, towers=towers)
     policy = moved(tmp_path)
     update = update_of(policy, 0)
     assert isinstance(update, Adapter)

@@ -37,10 +37,12 @@ def weight_of(lm: Any, name: str) -> Tensor:
     return layer.whole()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "towers"), [*((kind, None) for kind in KINDS), ("w4a16", "gemma3"), ("awq", "qwen3_vl")]
+)
+def test_weights_are_those_of_the_definition(tmp_path: Path, kind: str, towers: str | None) -> None:
     """Bit for bit, in the type in which the files hold the scales."""
-    defined = make_quantised(tmp_path, kind)
+    defined = make_quantised(tmp_path, kind, towers=towers)
     for dtype in ("float32", "bfloat16" if kind.startswith("w4a16") else "float16"):
         lm = loaded(tmp_path, dtype)
         assert len(defined) == 14
