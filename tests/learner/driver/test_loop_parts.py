@@ -1,22 +1,26 @@
-"""The parts of the loop for themselves: probe tokens, when a run is done, how long a wait for groups may take, and a
-task for a group that has ended.
+"""The parts of the loop for themselves: probe tokens, when a run is done, one step and its faults, how long a wait for
+groups may take, and a task for a group that has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cluster.actor import Unusable
 from cluster.buffer import MAX_REFILLS
+from learner.driver import checkpoint
 from learner.driver.loop import LIFE, TOKENS, Probe, Schedule, start_in
 from rollout.data.problems import Cursor
 from rollout.fakes import make_group
 from rollout.types import Completion
-from tests.learner.loops import PER_STEP, PROMPT, build, configure, waiting
+from tests.learner.loops import PER_STEP, PROMPT, build, configure, finish, first, waiting
 
 # Probe tokens: of a prompt until something was trained on, then of a batch, for as long as they have more to say.
 
@@ -106,6 +110,64 @@ async def test_work_that_a_group_no_longer_takes_is_closed() -> None:
     with pytest.raises(RuntimeError):
         start_in(tasks, late)
     assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+
+
+async def test_what_is_cut_short_by_a_stop_has_ended_before_the_run_goes_on(tmp_path: Path) -> None:
+    run, ended = build(tmp_path, configure(), 1), list[bool]()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.02)
+            ended.append(True)
+
+    waiting_for = asyncio.create_task(run.loop._unless_stopped(slow_to_end()))
+    await asyncio.sleep(0.01)
+    run.stop.set()
+    assert await waiting_for is None
+    assert ended == [True]
+
+
+# One step.
+
+
+@pytest.mark.parametrize(("fails", "steps"), [("counted", 0), ("recorded", 1)])
+async def test_a_step_is_kept_once_its_problems_are_counted_and_else_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, steps: int
+) -> None:
+    """Between the learner's step and the count of its problems the two are of different steps. What is known of a step
+    that is kept is written, too."""
+    run = build(tmp_path, configure(checkpoint={"every": 100}), 6)
+    training = run.loop.training
+
+    def fail(*_: Any) -> None:
+        if run.step == steps:
+            raise Unusable("a fault amid a step")
+
+    if fails == "counted":
+        monkeypatch.setattr(training._sync, "trained_on", fail)
+    else:
+        monkeypatch.setattr(training._record, "policy", fail)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await finish(run)
+    assert isinstance(first(caught.value), Unusable)
+    assert [one.name for one in checkpoint.listing(tmp_path / "checkpoints")] == ["step-000001"] * steps
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written if "reward/mean" in line and line["step"] > 0] == [1] * steps
+
+
+async def test_reward_models_score_for_the_step_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = build(tmp_path, configure(), 3), list[int]()
+    score = run.loop.training._reward_models.score
+
+    async def noted(groups: Any, step: int) -> Any:
+        asked.append(step)
+        return await score(groups, step)
+
+    monkeypatch.setattr(run.loop.training._reward_models, "score", noted)
+    await finish(run)
+    assert asked == [1, 2, 3]
 
 
 # How long a wait for groups may take.

@@ -148,6 +148,7 @@ def test_steps_with_an_evaluation_or_a_checkpoint_in_them_do_not_count() -> None
         # 10 s, generators busy for 6 of them, the learner for 4: overlapped a step takes 6, hence 10 / 6 = 1.7.
         (IdleTimes(10, 4, 6), advised(0, CARDS), ["40 %", "60 %", "max_staleness=1", "at most 1.7 times"]),
         (IdleTimes(10, 4, 6), advised(0), ["at most 1.7 times", "here they share it"]),
+        (IdleTimes(10, 4, 6, 2.9), advised(0), ["generators were idle 40 %", "at most 1.7 times"]),
         (IdleTimes(10, 0, 5), advised(1), ["generation is the longer side", "rollout.workers"]),
         (IdleTimes(10, 5, 0), advised(1), ["training is the longer side"]),
         (IdleTimes(10, 5, 0, 9), advised(1), ["training is the longer side"]),

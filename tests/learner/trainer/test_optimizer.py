@@ -35,6 +35,7 @@ from learner.trainer.optimizer import (
     rounded,
     rounded_sum,
     updater_for,
+    wants_masters,
 )
 from rollout.types import Weights
 from tests.learner import naive
@@ -322,6 +323,20 @@ def test_two_parts_are_rounded_once(coarse: int, fine: int) -> None:
     high, low = coarse * 2.0**-14, fine * 2.0**-53
     found = rounded_sum(*(torch.tensor([x], dtype=torch.float64) for x in (high, low)))
     assert float(found) == nearest(Fraction(high) + Fraction(low))
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "paged_adamw_8bit"])
+def test_a_whole_model_has_masters_with_adamw_alone(mode: Any, kind: Any) -> None:
+    config = LearnerConfig(mode=mode, optimizer=OptimizerConfig(kind=kind))
+    assert wants_masters(config) == (mode == "lora" or kind == "adamw")
+
+
+def test_a_sum_below_1_is_rounded_outwards_too() -> None:
+    middle = torch.tensor([0.5 + 2.0**-25, -0.5 - 2.0**-25], dtype=torch.float64)  # between two float32 numbers
+    more = torch.tensor([2.0**-80, -(2.0**-80)], dtype=torch.float64)
+    assert rounded_sum(middle, more).tolist() == [0.5 + 2.0**-24, -0.5 - 2.0**-24]
+    assert rounded_sum(middle, -more).tolist() == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, LIMIT, -3e38])

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,7 @@ from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.config import RunConfig
 from learner.driver.identity import fingerprints_of
 from rollout.config import DataConfig, EvalConfig
+from rollout.data import files
 from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.problems import Cursor, Problems, fitting, load, load_whole
@@ -141,6 +143,9 @@ def test_evaluation_from_its_own_file(tmp_path: Path, chat: Chat) -> None:
     assert len(problems) == 30
     assert [problem.columns for problem in held_out] == ROWS[30:36]
     assert held_out[0].id == "eval-test-0"
+    jsonl(tmp_path, ROWS[30:], "held.jsonl")
+    several = DataConfig(path=train, eval=EvalConfig(path=str(tmp_path / "he*.jsonl"), size=6))
+    assert load(several, chat, 256, seed=0)[1][0].id == "eval-test-0"  # of a pattern, by its split
     alone, _ = load(DataConfig(path=train, eval=NO_EVAL), chat, 256, seed=0)
     assert stream(problems, 60) == stream(alone, 60)
 
@@ -474,6 +479,17 @@ def test_a_prompt_that_is_longer_than_was_held_to_be_ends_by_a_sentence(
     problems, _ = load(DataConfig(path=str(file), eval=EvalConfig(every=0)), stock_chat("longer"), 25, seed=0)
     with pytest.raises(WrongInput, match=r"^rollout.max_prompt_length: .* into 25 tokens, and train-90 has \d\d"):
         [problems.at(place) for place in range(len(problems))]
+    fewer = problems.fitting(DataConfig(path=str(file)), 25, tools=3)
+    with pytest.raises(WrongInput, match=r"^rollout.max_prompt_length: .* into 22 tokens, and train-90 has \d\d"):
+        [fewer.at(place) for place in range(len(fewer))]
+
+
+def test_prompts_that_are_alike_are_told_apart_by_their_tokens() -> None:
+    texts = ["Add it", "add it", "ADD IT", "Add it", "other"]
+    data = DataConfig(path="made.jsonl", eval=NO_EVAL)
+    made = stock.Stock([{"question": text} for text in texts], data, stock_chat("chat"), "made", 60.0, files.DATA)
+    (found,) = stock.classes((made, np.arange(5)))
+    assert found.tolist() == [0, 1, 2, 0, 4]
 
 
 def test_time_is_judged_by_how_many_prompts_are_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
