@@ -19,8 +19,8 @@ from mutmut.utils.format_utils import get_mutant_name
 # Code that the tests of pyproject.toml's list cannot reach, so that its mutants would say nothing: it is tested by
 # tests/learner/ranks in several processes, by a CUDA card, or by vLLM itself (tests/flow).
 ELSEWHERE = re.compile(
-    r"learner\.trainer\.state\.x(_weights_of|_set_weights|ǁDividedStateǁ|__(states|in_blocks|in_files|file_of|first|reason)__)"
-    r"|learner\.trainer\.trainer\.xǁDividedNormǁ"
+    r"learner\.trainer\.state\.x(_weights_of|_set_weights|ǁDividedStateǁ|__(states|in_blocks|in_files|file_of|first|reason|load)__)"
+    r"|learner\.trainer\.trainer\.x(ǁDividedNormǁ|__norm__|ǁSenderǁempty|ǁTrainerǁ(attach_base|empty_weights))"
     r"|rollout\.weights\.xǁ_Mappingǁ_register|rollout\.worker\.x_vllm_engine"
 )
 
