@@ -156,7 +156,8 @@ KINDS: dict[str, tuple[Callable[[Array], tuple[Tensors, Array]], dict[str, Any]]
 def make_quantised(path: Path, kind: str, *, towers: str | None = None, **options: Any) -> dict[str, Array]:
     """Writes a tiny random model in a quantised format under path; returns the weights of its quantised layers by the
     format's definition, by the names of a model of text. towers: a checkpoint of examples.random_towers, of whose text
-    part the layers are quantised; None: a Llama, with options of make_tiny_model."""
+    part the layers are quantised, all but one where the format can say so; None: a Llama, with options of
+    make_tiny_model."""
     given: dict[str, Any] = {"family": "Llama", "hidden_size": 128, "heads": 2, "kv_heads": 1, "tied": False}
     if towers is None:
         make_tiny_model(path, **given | options)
@@ -165,15 +166,15 @@ def make_quantised(path: Path, kind: str, *, towers: str | None = None, **option
     quantise, told = KINDS[kind]
     tensors, defined = dict[str, torch.Tensor](), dict[str, Array]()
     for name, weight in load_file(path / "model.safetensors").items():
-        if not name.endswith("_proj.weight") or (own := text_name(name)) is None:
+        left_out = towers is not None and kind != "gptq" and "layers.0.mlp.down_proj" in name
+        if left_out or not name.endswith("_proj.weight") or (own := text_name(name)) is None:
             tensors[name] = weight.bfloat16()
             continue
         parts, defined[own] = quantise(weight.numpy())
         tensors |= {f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()}
     if towers is not None:  # the tools name each layer that they leave out
-        kept = [
-            name.removesuffix(".weight") for name in tensors if name.endswith(".weight") and text_name(name) is None
-        ]
+        matrices = [name.removesuffix(".weight") for name, one in tensors.items() if one.dim() == 2]
+        kept = [name for name in matrices if text_name(f"{name}.") is None or name.endswith("layers.0.mlp.down_proj")]
         key = "ignore" if "ignore" in told else "modules_to_not_convert"
         told = told | {key: [*(told.get(key) or ()), *kept]}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

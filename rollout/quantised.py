@@ -119,7 +119,10 @@ def format_of(config: Mapping[str, Any], path: str) -> Format | None:
         told = text_quantisation(told)
         named = [one for key in KEPT for one in _names(told.get(key), path, str(method)) if "language_model" in one]
         if named:
-            _refuse(path, str(method), f"leave out layers by {named[0]!r:.80}, which is no name of a layer of text")
+            _refuse(
+                path, str(method), f"leave out layers of text by the regular expression {named[0]!r:.80}, which is for "
+                "the names of the whole checkpoint, where names of layers are read"
+            )  # fmt: skip
     found = READERS[method](told, path)
     if has_experts(config) != (found.name == "MXFP4"):
         what = "are experts', which are read in MXFP4 alone" if found.name != "MXFP4" else "are not of gpt-oss"

@@ -20,7 +20,7 @@ T = TypeVar("T")
 # Patterns of names in the files -> names of a model of text; also for transformers' key_mapping. Some checkpoints hold
 # the head inside the decoder's prefix, and some keep the prefix of their decoder's layers.
 NAMES = {
-    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
 }
 # Tensors that text does not need: towers, what joins them to the decoder, and layers for multi-token prediction.
@@ -33,8 +33,15 @@ PEFT = "base_model.model."  # PEFT's prefix of the names of all layers
 # For `exclude_modules` of an adapter's configuration: on the whole checkpoint PEFT would also adapt layers of towers
 # that have the names of adapted ones.
 EXCLUDED = rf"(?:.*\.)?(?:{TOWERS})\..*"
-OF_CHECKPOINT = ("quantization_config", "dtype")  # settings that may stand outside text_config only
-KEPT = ("ignore", "ignored_layers", "modules_to_not_convert")  # lists of a quantization_config: layers in 16 bits
+# Lists of layers in a quantization_config: those that stay in 16 bits, and GPTQ's of those that do not.
+KEPT = ("ignore", "ignored_layers", "modules_to_not_convert")
+LISTS = (*KEPT, "modules_in_block_to_quantize")
+# Layers that stand for all of a text part where a regular expression is tried, by their names in the whole checkpoint.
+WHOLE = tuple(
+    f"{prefix}layers.0.{layer}"
+    for prefix in ("language_model.model.", "model.language_model.", "language_model.")
+    for layer in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "linear_attn.out_proj")
+)
 
 
 def text_part(config: Any) -> Any:
@@ -62,10 +69,10 @@ def text_part(config: Any) -> Any:
     if "tie_word_embeddings" not in content.get("text_config", {}):
         text.tie_word_embeddings = config.tie_word_embeddings
     text.architectures = [CLASSES[text.model_type]]
-    for name in OF_CHECKPOINT:
-        if getattr(text, name, None) is None and getattr(config, name, None) is not None:
-            setattr(text, name, getattr(config, name))
-    if isinstance(told := getattr(text, "quantization_config", None), Mapping):
+    if getattr(text, "dtype", None) is None:
+        text.dtype = config.dtype
+    told = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if isinstance(told, Mapping):
         text.quantization_config = text_quantisation(told)
     rope = getattr(text, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" in rope:  # the form in which vLLM's Mistral reads the scale of queries
@@ -89,16 +96,38 @@ def text_name(name: str) -> str | None:
 
 def text_quantisation(told: Mapping[str, Any]) -> dict[str, Any]:
     """A quantization_config whose layers have the names of a model of text; towers' keep theirs, which no layer of text
-    has. Regular expressions stay as they are."""
+    has. Left out are regular expressions and GPTQ's exceptions (`dynamic`) that are of towers alone, by WHOLE. Others
+    stay as they are."""
 
     def named(layer: Any) -> Any:
+        if isinstance(layer, list):
+            return [named(one) for one in layer]
         own = text_name(f"{layer}.") if isinstance(layer, str) and not layer.startswith("re:") else None
         return layer if own is None else own.removesuffix(".")
 
-    return {
-        name: [named(layer) for layer in value] if name in KEPT and isinstance(value, list) else value
+    found = {
+        name: [named(layer) for layer in value if not _of_towers(layer)]
+        if name in LISTS and isinstance(value, list) else value
         for name, value in told.items()
-    }
+    }  # fmt: skip
+    if isinstance(dynamic := told.get("dynamic"), Mapping):
+        left_out = {rule for rule in dynamic if str(rule).startswith("-:") and not _meets_text(str(rule)[2:])}
+        found["dynamic"] = {rule: value for rule, value in dynamic.items() if rule not in left_out}
+    return found
+
+
+def _of_towers(layer: Any) -> bool:
+    """Whether an entry is a regular expression for the names of the whole checkpoint, and of no layer of its text."""
+    written = isinstance(layer, str) and layer.startswith("re:") and "language_model" in layer
+    return written and not _meets_text(layer.removeprefix("re:"))
+
+
+def _meets_text(expression: str) -> bool:
+    """Whether a regular expression meets one of the layers of WHOLE, or does not compile, which others say."""
+    try:
+        return any(re.match(expression, name) for name in WHOLE)
+    except re.error:
+        return True
 
 
 def text_tensors(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -123,7 +152,8 @@ def whole_adapter(
     tensors: Mapping[str, T], config: Mapping[str, Any], prefix: str | None
 ) -> tuple[dict[str, T], dict[str, Any]]:
     """An adapter of the text part as others load it on the whole checkpoint: its tensors, by the inverse of
-    text_adapter, and the content of its adapter_config.json. A scalar head keeps its name.
+    text_adapter, and the content of its adapter_config.json, whose targets may be whole names. A scalar head keeps its
+    name.
 
     prefix: what names of the decoder's layers begin with on the whole checkpoint; None: it has no towers, and nothing
     changes.
@@ -135,7 +165,9 @@ def whole_adapter(
         f"{PEFT}{prefix}{name.removeprefix(layers)}" if name.startswith(layers) else name: one
         for name, one in tensors.items()
     }
-    return whole, {**config, "exclude_modules": EXCLUDED}
+    own = config.get("target_modules") or ()
+    targets = [f"{prefix}{one.removeprefix('model.')}" if one.startswith("model.") else one for one in own]
+    return whole, {**config, "target_modules": targets, "exclude_modules": EXCLUDED}
 
 
 def of_text(config: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:

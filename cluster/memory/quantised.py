@@ -40,9 +40,12 @@ class Stored:
 
 def _names(ignored: str, path: str) -> bool:
     if ignored.startswith("re:"):
-        return re.match(ignored.removeprefix("re:"), path) is not None
+        inner = path.removeprefix("model.")
+        whole = [f"{prefix}.{inner}" for prefix in ("language_model.model", "model.language_model")]
+        names = whole if "language_model" in ignored else [path]
+        return any(re.match(ignored.removeprefix("re:"), name) for name in names)
     within = path.partition(".layers.0.")[2]
-    found = LAYER.sub("", ignored)
+    found = re.sub(r"^(?:model\.)?language_model\.(?:model\.)?", "", LAYER.sub("", ignored))
     return found == within or within.startswith(f"{found}.") or within.endswith(f".{found}")
 
 
@@ -83,7 +86,8 @@ def stored_as(config: Mapping[str, Any] | None) -> Stored | None:
 
 def _ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules that are not quantised."""
-    found = tuple(map(str, config.get("ignore") or config.get("modules_to_not_convert") or ()))
+    lists = (config.get(key) for key in ("ignore", "ignored_layers", "modules_to_not_convert"))
+    found = tuple(map(str, next(filter(None, lists), ())))
     for one in found:
         try:
             re.compile(one.removeprefix("re:") if one.startswith("re:") else "")

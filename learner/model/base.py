@@ -138,8 +138,10 @@ def load_base(
             "learner.mode: full": not lora, "model.base: nf4": model.base == "nf4",
             "memory.layout: shared": mapped is not None, "memory.layout: sharded": sharded,
         })  # fmt: skip
-        del config.quantization_config  # transformers would ask for the library that made the checkpoint
     config, whole = text_part(config), config
+    for one in (config, whole):
+        if hasattr(one, "quantization_config"):  # transformers would ask for the library that made the checkpoint
+            del one.quantization_config
     config._attn_implementation = None  # transformers chooses, since config.json may name one that is not installed
     for name, value in config.to_dict().items():
         if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):

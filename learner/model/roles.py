@@ -125,7 +125,8 @@ class ScoredAdapter:
     def save(self, folder: Path, path: str) -> None:
         """Writes the adapter in float32 for PEFT's AutoPeftModelForSequenceClassification; the folder is created. For
         its use, transformers' sequence classification needs a padding token in the base's config. The adapter of a
-        checkpoint's text part has the names of the whole checkpoint (rollout.text_part).
+        checkpoint's text part has the names of the whole checkpoint (rollout.text_part), of which transformers has such
+        a class for Gemma 3 and Qwen3.5 alone.
 
         path: name or folder of the base model.
         """

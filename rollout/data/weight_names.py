@@ -7,14 +7,16 @@ content, and knows which names in files mean which of its own.
 """
 
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from cluster.errors import WrongInput
 from cluster.memory.shape import LINEAR, Shape
-from cluster.reading import opened
 from rollout.architecture import EXPERTS, text_of
 from rollout.data.model_files import (
     CONFIG,
@@ -143,8 +145,9 @@ def _has_rank(name: str, half: str, shape: tuple[int, ...], rank: int) -> bool:
 
 
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
-    """Raises WrongInput if an adapter's copy under vLLM's names, in which a fused layer is two, has other layers, or is
-    a copy of another adapter: of an earlier one in this folder, for example. Every A has the same numbers in both.
+    """Raises WrongInput if an adapter's copy under vLLM's names has other layers, or is a copy of another adapter: of
+    an earlier one in this folder, for example. In the copy a fused layer may be two, of which each has its A, a layer
+    of keys may be there a second time, as that of values, and the rows of a B may be in another order.
 
     content, copied: the adapter_config.json of the adapter and of its copy.
     """
@@ -152,36 +155,41 @@ def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], cop
     here, there = ({str(name).rpartition(".")[2] for name in one["target_modules"]} for one in (content, copied))
     wanted: dict[str, tuple[int, ...]] = {}
     differing = []
-    for name, one in adapter_weights(folder, key).items():
+    own = adapter_weights(folder, key)
+    for name, one in own.items():
         if (half := HALF.fullmatch(name)) is None:
             continue
         layer, lora, kind = half[1].rpartition(".lora_")
         block, _, leaf = layer.rpartition(".")
         same = leaf in there
-        for part in [leaf] if same else sorted(there - here):
+        parts = [leaf] if same else sorted(there - here)
+        values = [f"{block}.v_proj{lora}{kind}{letter}{half[3]}" for letter in "AB"]
+        if leaf == "k_proj" and values[0] not in own and any(value in stored for value in values):
+            parts.append("v_proj")
+        for part in parts:
             served = f"{block}.{part}{lora}{kind}{half[2]}{half[3]}"
             wanted[served] = one.shape if same or half[2] == "A" or served not in stored else stored[served].shape
-            if half[2] == "A" and served in stored and _differ(one, stored[served]):
+            if (same or half[2] == "A") and served in stored and _differ(one, stored[served]):
                 differing.append(served)
     if wrong := adapter_misfits(wanted, stored, key, copy):
         raise WrongInput("\n".join(wrong))
     if differing:
         raise WrongInput(
             f"{key}: {copy} must be a copy of the adapter in {folder}, and has other numbers in "
-            f"{counted(differing)}, first {differing[0]}; copy both again from one run's adapter/"
+            f"{counted(differing)}, first {differing[0]}; copy both again from one run's adapter/, or wait until the "
+            "run has written its next checkpoint"
         )
 
 
 def _differ(own: Stored, copied: Stored) -> bool:
-    """Whether two tensors of one dtype and shape hold other numbers."""
+    """Whether two tensors of one dtype and shape hold other numbers, in any order."""
     if (own.dtype, own.shape) != (copied.dtype, copied.shape):
         return False  # another shape is refused by its shape; of another dtype are numbers that somebody rounded
-    parts = []
-    for one in (own, copied):
-        with opened(one.file) as stream:
-            stream.seek(one.begin)
-            parts.append(stream.read(one.nbytes))
-    return parts[0] != parts[1]
+    size = own.nbytes // max(math.prod(own.shape), 1)
+    first, second = (
+        np.sort(np.fromfile(one.file, f"u{size}", math.prod(one.shape), offset=one.begin)) for one in (own, copied)
+    )
+    return not np.array_equal(first, second)
 
 
 def adapter_misfits(wanted: Sizes, stored: Mapping[str, Stored], key: str, folder: str) -> list[str]:

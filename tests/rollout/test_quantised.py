@@ -106,18 +106,36 @@ def test_layers_that_stay_as_they_are_are_named(settings: dict[str, Any], layer:
     assert found.covers(layer) is covered
 
 
+TOWERS = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {"depth": 2}}
+
+
 @pytest.mark.parametrize("kept", [f"{prefix}layers.0.mlp.up_proj" for prefix in ("language_model.model.", "model.")])
 def test_layers_of_a_text_part_are_named_as_in_the_whole_checkpoint(kept: str) -> None:
-    towers = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {"depth": 2}}
     ignore = [kept, "vision_tower.encoder.layers.0.mlp.down_proj", "language_model.lm_head", "re:.*vision_tower.*"]
-    found = format_of(towers | {"quantization_config": W4A16 | {"ignore": ignore}}, "m")
+    found = format_of(TOWERS | {"quantization_config": W4A16 | {"ignore": ignore}}, "m")
     assert found is not None
     names = ("lm_head", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj")
     assert [found.covers(name) for name in names] == [False, False, True]
-    with pytest.raises(
-        WrongInput, match=r"leave out layers by 're:language_model.\*up', which is no name of a layer of"
-    ):
-        format_of(towers | {"quantization_config": W4A16 | {"ignore": ["re:language_model.*up"]}}, "m")
+    with pytest.raises(WrongInput, match=r"by the regular expression 're:language_model.\*up_proj', which is for the"):
+        format_of(TOWERS | {"quantization_config": W4A16 | {"ignore": ["re:language_model.*up_proj"]}}, "m")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        W4A16 | {"ignore": ["re:.*language_model\\.lm_head", "re:^(?!.*language_model).*", "re:.*vision.*"]},
+        GPTQ | {"dynamic": {"-:.*visual.*": {}, "-:.*mtp.*": {}}},
+        GPTQ | {"modules_in_block_to_quantize": [["model.language_model.layers.0.mlp.up_proj"]]},
+    ],
+)
+def test_what_leaves_out_towers_alone_is_passed_over(settings: dict[str, Any]) -> None:
+    told = {"quantization_config": settings}
+    for config in (TOWERS | told, TOWERS | {"text_config": {"model_type": "gemma3_text"} | told}):
+        found = format_of(config, "m")
+        assert found is not None
+        assert found.covers("model.layers.0.mlp.up_proj")
+    with pytest.raises(WrongInput, match="different kinds for different layers"):
+        format_of(TOWERS | {"quantization_config": GPTQ | {"dynamic": {"-:.*mlp.*": {}}}}, "m")
 
 
 Change = Callable[[dict[str, Tensor]], object]

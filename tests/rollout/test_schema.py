@@ -26,10 +26,12 @@ from rollout.schema import (
     check_rows,
     group_position,
     lasts,
+    oldest_versions,
     parts_of,
     ragged,
     rewards_of,
     said_of,
+    sampled_lengths,
     whole,
     with_part,
 )
@@ -126,6 +128,20 @@ def test_of_a_trajectory_with_several_rows_the_last_speaks_for_it() -> None:
     assert lasts(table).tolist() == [False, True, True, True, True]
     assert whole(table).equals(table.filter(pa.array([False, True, True, True, True])))
     assert whole(other) is other
+
+
+def test_tokens_and_versions_of_a_trajectory_are_those_of_all_its_rows() -> None:
+    table = make_group(3, rewards=(1.0, 1.0, 0.0, 0.5, 0.5), sample=[0, 0, 1, 2, 2])
+    columns = {
+        "completion_ids": [[1] * length for length in (3, 4, 5, 2, 6)],
+        "loss_mask": [None, [True, False, False, True], None, [False, True], None],
+        "policy_version_min": [7, 5, 6, 3, 4],
+    }
+    for name, values in columns.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, SCHEMA.field(name), pa.array(values, SCHEMA.field(name).type))
+    assert sampled_lengths(table).tolist() == [3 + 2, 5, 1 + 6]
+    assert oldest_versions(table).tolist() == [5, 6, 3]
 
 
 def test_missing_and_unknown_columns_are_named() -> None:

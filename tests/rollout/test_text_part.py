@@ -46,13 +46,14 @@ def test_only_a_checkpoint_with_towers_is_renamed() -> None:
 def test_an_adapter_goes_to_the_whole_checkpoint_and_back(prefix: str) -> None:
     own = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight": torch.ones(1) for half in "AB"}
     head = {"base_model.model.score.weight": torch.zeros(1)}
-    whole, config = whole_adapter(own | head, {"r": 8}, prefix)
+    targets = ["model.layers.0.self_attn.q_proj", "up_proj"]
+    whole, config = whole_adapter(own | head, {"r": 8, "target_modules": targets}, prefix)
     assert [name.startswith(f"base_model.model.{prefix}layers.0.") for name in whole] == [True, True, False]
     assert text_adapter(whole) == own | head == text_adapter(own | head)
     excluded = re.compile(config.pop("exclude_modules"))  # what PEFT would adapt of towers
     assert excluded.fullmatch("model.visual.blocks.0.mlp.up_proj")
     assert not excluded.fullmatch("model.language_model.layers.0.mlp.up_proj")
-    assert config == {"r": 8}
+    assert config == {"r": 8, "target_modules": [f"{prefix}layers.0.self_attn.q_proj", "up_proj"]}
     assert whole_adapter(own, {"r": 8}, None) == (own, {"r": 8})
 
 
@@ -66,6 +67,18 @@ def test_the_text_part_names_a_class_of_its_own(name: str) -> None:
         "tie_word_embeddings", others.get("tie_word_embeddings", part.tie_word_embeddings)
     )
     assert text_part(part) is part
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_layers_that_are_not_quantised_have_the_names_of_text(inside: bool) -> None:
+    kind, text, others = CHECKPOINTS["gemma3"]
+    told = {"quant_method": "awq", "modules_to_not_convert": ["vision_tower", f"language_model.model.{LAYER[:-7]}"]}
+    where: dict[str, Any] = {"quantization_config": told}
+    config = AutoConfig.for_model(
+        kind, text_config={**TEXT, **text, **(where if inside else {})}, **others, **({} if inside else where)
+    )
+    part = text_part(config)
+    assert part.quantization_config["modules_to_not_convert"] == ["vision_tower", f"model.{LAYER[:-7]}"]
 
 
 def test_the_scale_of_queries_beyond_the_original_length_is_told_vllm() -> None:

@@ -15,6 +15,7 @@ so that they move with the model. `weight` is of whole numbers, FP8's as bytes: 
 the adapter.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -232,6 +233,8 @@ def fill(
     for file in sorted({file for file, _ in files.values()}):
         named = {there: name for name, (home, there) in files.items() if home == file}
         stored |= {named[there]: one for there, one in header(file, key).items() if there in named}
+    unused = "|".join(lm._keys_to_ignore_on_load_unexpected or ()) or "(?!)"  # transformers passes over these, too
+    stored = {name: one for name, one in stored.items() if not re.search(unused, name)}
     if wrong := wrong_layers(lm, stored, found, path, key):
         raise WrongInput("\n".join(wrong))
     own, modules, by_file = dict(lm.named_parameters()), dict(lm.named_modules()), defaultdict[Path, list[str]](list)

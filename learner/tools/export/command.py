@@ -289,7 +289,7 @@ def _check_weights(source: Source, *, merges: bool) -> None:
 
 
 def _check_base(source: Source) -> None:
-    """Raises WrongInput if the base is quantised, or is not the one that the adapter was trained on; prints a line if
+    """Raises WrongInput if the base is in MXFP4, or is not the one that the adapter was trained on; prints a line if
     that is not known."""
     path = source.config.model.source
     if source.whole_model:

@@ -60,6 +60,14 @@ def test_modules_that_are_not_quantised() -> None:
     for ignore in (["re:.*self_attn.q_proj"], ["model.layers.5.self_attn.q_proj"], ["q_proj", "lm_head"]):
         found = base_bytes(with_quantisation(PACKED | {"ignore": ignore}), "none", 2)
         assert found == base_bytes(LLAMA, "w4a16", 2) + 2 * queries - FORMATS["w4a16"].bytes(queries)
+    fp8 = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "ignored_layers": ["model.layers.0.self_attn.q_proj"],
+    }
+    assert base_bytes(with_quantisation(fp8), "none", 2) == base_bytes(LLAMA, "fp8", 2) + queries
+    whole = with_quantisation(PACKED | {"ignore": ["re:.*language_model.*q_proj", "re:^(?!.*language_model).*"]})
+    assert base_bytes(whole, "none", 2) == base_bytes(LLAMA, "w4a16", 2) + 2 * queries - FORMATS["w4a16"].bytes(queries)
     tower = with_quantisation(PACKED | {"ignore": ["vision_tower.encoder.layers.0.self_attn.q_proj"]})
     assert base_bytes(tower, "none", 2) == base_bytes(LLAMA, "w4a16", 2)
     gate = with_quantisation(PACKED | {"ignore": ["model.layers.0.mlp.gate"]})  # a router, not gate_proj

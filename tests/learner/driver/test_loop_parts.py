@@ -115,9 +115,9 @@ async def test_work_that_a_group_no_longer_takes_is_closed() -> None:
 async def test_what_is_cut_short_by_a_stop_has_ended_before_the_run_goes_on(tmp_path: Path) -> None:
     run, ended = build(tmp_path, configure(), 1), list[bool]()
 
-    async def slow_to_end() -> None:
+    async def slow_to_end() -> bool:
         try:
-            await asyncio.Event().wait()
+            return await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0.02)
             ended.append(True)

@@ -239,6 +239,15 @@ def test_an_adapter_of_llama_4_is_served_from_its_copy_alone(tmp_path: Path) -> 
         policy_of(str(tmp_path / "a"), str(base))
 
 
+def test_an_adapter_of_gemma_4_whose_keys_are_values_is_served(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "gemma4_dense")
+    policy = make_policy(str(base))
+    random_adapter(policy)
+    export(policy, tmp_path / "a", str(base))
+    copy = (tmp_path / "a" / "vllm" / WEIGHTS_FILE).read_bytes()
+    assert policy_of(str(tmp_path / "a"), str(base)).payload == copy
+
+
 def refusal(model: dict[str, str], config: dict[str, Any]) -> str | None:
     """What the process of --dry-run says that tries to share the base."""
     shared = RunConfig.model_validate(config | {"model": model, "memory": {"layout": "shared"}})

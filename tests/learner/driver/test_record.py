@@ -21,7 +21,7 @@ from cluster.errors import WrongInput
 from cluster.files import Digest, WriteFailed
 from cluster.telemetry import Timeline
 from learner.config import RunConfig
-from learner.driver import checkpoint, console
+from learner.driver import checkpoint
 from learner.driver import record as run_checkpoints
 from learner.driver.checkpoint import publish
 from learner.driver.evaluate import Evaluation
@@ -36,6 +36,7 @@ from learner.driver.record import (
     write_mismatch,
 )
 from learner.trainer.service import Arithmetic
+from rewards.limits import NAME as OUTPUT
 from rollout import ledger
 from rollout.fakes import make_group
 from rollout.types import PolicyId
@@ -167,7 +168,8 @@ def test_the_longer_side_and_the_bound_are_named(idle: IdleTimes, config: RunCon
 
 
 @pytest.mark.parametrize(
-    ("generator", "learner", "shared"), [(0.5, 0.5, True), (1, 0.5, False), (0.5, 1, False), (1, 1, False)]
+    ("generator", "learner", "shared"),
+    [(0.5, 0.5, True), (1, 0.5, False), (0.5, 1, False), (1, 1, False), (0, 0.5, False)],
 )
 def test_only_slices_of_one_card_are_shared(generator: float, learner: float, shared: bool) -> None:
     told = advice(IdleTimes(10, 4, 6), advised(0, {"gpus": {"generator": generator, "learner": learner}}))
@@ -272,10 +274,10 @@ async def test_the_metrics_of_every_step_are_measured_against_the_plan(tmp_path:
 async def test_what_reward_functions_print_is_told_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, noted = build(tmp_path, configure(), 2), list[str]()
     monkeypatch.setattr(run.sinks.progress, "note", noted.append)
-    (tmp_path / console.NAME).write_text("a guess\nanother\n")
+    (tmp_path / OUTPUT).write_text("a guess\nanother\n")
     await finish(run)
     told = [line for line in noted if line is not None and "reward functions print" in line]
-    assert told == [f"reward functions print, into {tmp_path / console.NAME}; its first lines: a guess | another"]
+    assert told == [f"reward functions print, into {tmp_path / OUTPUT}; its first lines: a guess | another"]
     assert None not in noted
 
 

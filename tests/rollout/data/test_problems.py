@@ -146,8 +146,16 @@ def test_evaluation_from_its_own_file(tmp_path: Path, chat: Chat) -> None:
     jsonl(tmp_path, ROWS[30:], "held.jsonl")
     several = DataConfig(path=train, eval=EvalConfig(path=str(tmp_path / "he*.jsonl"), size=6))
     assert load(several, chat, 256, seed=0)[1][0].id == "eval-test-0"  # of a pattern, by its split
+    pattern = DataConfig(path=str(tmp_path / "he*.jsonl"), shuffle=False, eval=NO_EVAL)
+    assert load(pattern, chat, 256, seed=0)[0].at(0).id == "train-0"
     alone, _ = load(DataConfig(path=train, eval=NO_EVAL), chat, 256, seed=0)
     assert stream(problems, 60) == stream(alone, 60)
+
+
+def test_two_splits_of_the_hub_may_share_some_problems(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a data set there eval.path takes the split test, where a file is taken whole."""
+    stock._check_apart(1, 2, DataConfig(path="org/sums", eval=EvalConfig(path="org/sums")))
+    assert "1 of 2 held-out problems are in the training data" in caplog.text
 
 
 def test_what_is_trained_on_is_not_held_out(

@@ -38,14 +38,16 @@ def weight_of(lm: Any, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "towers"), [*((kind, None) for kind in KINDS), ("w4a16", "gemma3"), ("awq", "qwen3_vl")]
+    ("kind", "towers"),
+    [*((kind, None) for kind in KINDS), ("w4a16", "gemma3"), ("awq", "qwen3_vl"), ("fp8_block", "qwen3_vl")],
 )
 def test_weights_are_those_of_the_definition(tmp_path: Path, kind: str, towers: str | None) -> None:
     """Bit for bit, in the type in which the files hold the scales."""
     defined = make_quantised(tmp_path, kind, towers=towers)
     for dtype in ("float32", "bfloat16" if kind.startswith("w4a16") else "float16"):
         lm = loaded(tmp_path, dtype)
-        assert len(defined) == 14
+        assert len(defined) == (14 if towers is None else 13)
+        assert sum(isinstance(module, QuantisedLinear) for module in lm.modules()) == len(defined)
         for name, weight in defined.items():
             assert torch.equal(weight_of(lm, name), torch.from_numpy(weight).to(getattr(torch, dtype)))
 
