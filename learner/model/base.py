@@ -138,14 +138,7 @@ def load_base(
             "learner.mode: full": not lora, "model.base: nf4": model.base == "nf4",
             "memory.layout: shared": mapped is not None, "memory.layout: sharded": sharded,
         })  # fmt: skip
-    config, whole = text_part(config), config
-    for one in (config, whole):
-        if hasattr(one, "quantization_config"):  # transformers would ask for the library that made the checkpoint
-            del one.quantization_config
-    config._attn_implementation = None  # transformers chooses, since config.json may name one that is not installed
-    for name, value in config.to_dict().items():
-        if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
-            setattr(config, name, 0.0)  # the sampler has no dropout, so the learner must have none
+    config, whole = _as_the_sampler_computes(text_part(config)), config
     dtype: torch.dtype = getattr(torch, model.dtype)
     options: dict[str, Any] = {}
     quantization = nf4(dtype) if model.base == "nf4" else None
@@ -170,6 +163,18 @@ def load_base(
         lm = _loaded(model, key, outside=config is not whole, config=config, dtype=dtype, **options).to(device)
     check_finite(lm.named_parameters(), model.source, key)
     return lm.requires_grad_(False)
+
+
+def _as_the_sampler_computes(config: Any) -> Any:
+    """Returns the configuration without dropout, which the sampler has not, and without what transformers could not do:
+    an attention that is not installed, and a quantisation, for which it would ask for the library that made it."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._attn_implementation = None
+    for name, value in config.to_dict().items():
+        if ("drop" in name or name == "router_jitter_noise") and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def _packed_base(
