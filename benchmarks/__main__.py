@@ -71,6 +71,8 @@ CASES = (
          "model_families"),
     Case("experts", "what twenty steps gain with adapters of attention and experts, three seeds",
          "learner.model_families --experts", "expert_adapters"),
+    Case("routing", "how far sampler and learner are apart with and without routing replay",
+         "learner.model_families --routing", "routing_replay"),
     Case("shared_base", "one base for both roles against two, to the bit, of each model family",
          "learner.model_families --shared-base", ""),
     Case("memory_table", "the learner's peak for every model of the table", "learner.memory_tables peaks",

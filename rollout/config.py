@@ -201,6 +201,10 @@ class RolloutConfig(Frozen):
     """What completions under way do when a newer policy arrives: `finish` under theirs, or `continue` under the new one
     from the next token on, with a version per token. `continue` needs `max_staleness` of at least 1; it keeps long
     completions from getting old."""
+    routing_replay: bool = False
+    """For models with experts: the generator records to which experts it sent each token, and the learner sends it to
+    the same. Set it where `policy/mismatch_k3` is large since a token that two experts suit alike goes to one here and
+    to the other there. It takes 2 bytes for each token, layer and expert of a token."""
     reward_workers: Annotated[int, Field(ge=1)] = 1
     """Reward processes beside each generator, or below each of `cluster.rewards.processes`. Each makes one call at a
     time, or those of an `async def` for several groups at once. Raise it where `reward/ms` is a large part of a group's

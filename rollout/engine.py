@@ -61,6 +61,8 @@ class EngineSettings:
             the completion is the one that completes the string.
         truncates: whether samplings may set top_p, top_k or min_p, or a form is given; temperature must be 1 or 0 then.
         form: what each completion must look like (StructuredOutputs.form of rollout.config); "": no restriction.
+        records_experts: whether completions say which experts each token went to; for models with experts, on one
+            device, without a form.
         sleeps: whether sleep() will be called; CUDA only.
         shares_base: whether share_base() will be called; for adapters only, and without sleeps.
         room: on CUDA, bytes of the card that must be free before the model is loaded. The engine waits for them, since
@@ -89,6 +91,7 @@ class EngineSettings:
     stop: tuple[str, ...] = ()
     truncates: bool = False
     form: str = ""
+    records_experts: bool = False
     sleeps: bool = False
     shares_base: bool = False
     room: int = 0
@@ -120,6 +123,8 @@ class EngineSettings:
                 f"shards={self.shards} needs a base in 16 or 32 bits, no sleep and no shared base: got "
                 f"base={self.base}, sleeps={self.sleeps}, shares_base={self.shares_base}"
             )
+        if self.records_experts and (self.shards > 1 or self.form):
+            raise ValueError(f"records_experts needs one shard and no form: got {self.shards} and {self.form!r}")
         if self.form and not self.truncates:
             raise ValueError("form needs truncates=True, got False: else logprobs would be of what it leaves")
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "shards"):

@@ -30,7 +30,7 @@ from rewards.base import counts
 from rewards.pool import Scores
 from rollout.types import Completion
 
-VERSION = "4"
+VERSION = "5"
 
 
 TURN = pa.struct(
@@ -85,6 +85,9 @@ SCHEMA = pa.schema(
         pa.field("env_metrics", pa.list_(PART), nullable=False),  # numbers that the environment gave, summed over turns
         pa.field("logged", pa.list_(LOGGED), nullable=False),  # what reward functions logged (rewards.base)
         pa.field("created_at", pa.float64(), nullable=False),  # seconds since the epoch
+        # int16 numbers [P + T - 1, layers, k] as bytes: the experts of each token that the generator computed, -1 where
+        # that is not known; null: not recorded
+        pa.field("routed_experts", pa.binary()),
     ],
     metadata={"gleaner.schema": VERSION},
 )
@@ -150,7 +153,7 @@ def check(table: pa.Table) -> pa.Table:
     if found != VERSION:
         raise ValueError(
             f"rollout table: schema version must be {VERSION}, got {found}; rollout.ledger reads "
-            "those of versions 1 to 3, re-record others"
+            "those of versions 1 to 4, re-record others"
         )
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")
@@ -175,6 +178,7 @@ def check_rows(table: pa.Table) -> pa.Table:
     for name in ("behavior_logprobs", "token_versions", "loss_mask"):
         if pc.any(pc.not_equal(pc.list_value_length(table.column(name)), tokens)).as_py():
             raise ValueError(f"column {name} must hold a value for each of completion_ids")
+    experts_of(table)
     for text in table.column("problem").unique().to_pylist():
         asked_of(text)
     for text in table.column("messages").unique().to_pylist():
@@ -284,6 +288,27 @@ def masks_of(table: pa.Table) -> list[npt.NDArray[np.bool_]]:
     return [np.ones(length, np.bool_) if mask is None else np.asarray(mask, np.bool_) for mask, length in rows]
 
 
+def experts_of(table: pa.Table) -> list[npt.NDArray[np.int16] | None]:
+    """One read-only [P + T - 1, layers * k] array per row, of the column routed_experts; None where it is null. Raises
+    ValueError for a row whose bytes are not so many numbers for each token."""
+    prompts, lengths = (
+        pc.list_value_length(table.column(name)).to_pylist() for name in ("prompt_ids", "completion_ids")
+    )
+    found: list[npt.NDArray[np.int16] | None] = []
+    for row, (cell, prompt, length) in enumerate(zip(table.column("routed_experts"), prompts, lengths, strict=True)):
+        content, tokens = cell.as_buffer(), prompt + length - 1
+        if content is None or tokens == 0:
+            found.append(None)
+        elif content.size == 0 or content.size % (2 * tokens):
+            raise ValueError(
+                f"routed_experts: must hold int16 numbers for each of {tokens} tokens, row {row} has {content.size} "
+                "bytes; re-record these rollouts"
+            )
+        else:
+            found.append(np.frombuffer(content, np.int16).reshape(tokens, -1))
+    return found
+
+
 def sampled_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
     """[G] how many tokens the policy sampled in each trajectory, all rows together; observations do not count."""
     own = np.array([np.count_nonzero(mask) for mask in masks_of(table)], np.int64)
@@ -350,6 +375,7 @@ def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) ->
         "policy_version_min": [_least(c.versions, by.version) for c in completions],
         "policy_version_max": [-_least(-c.versions, -by.version) for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
+        "routed_experts": [None if c.experts is None else c.experts.tobytes() for c in completions],
     }
 
 

@@ -80,12 +80,15 @@ class Completion:
         finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens reached).
         versions: [T] int32, policy version that sampled each token. All are equal, unless in_flight is "continue":
             then they never fall from one token to the next.
+        experts: [P + T - 1, layers, k] int16, the experts that the router of each layer chose for each token that was
+            computed, the prompt's first; -1 in a layer without experts. None: not recorded (EngineSettings).
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     finish_reason: str
     versions: NDArray[np.int32]
+    experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True)

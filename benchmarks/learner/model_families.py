@@ -3,6 +3,7 @@
     PYTHONPATH=. .venv/bin/python -m benchmarks.learner.model_families [--families NAME ...] [--steps 3]
     PYTHONPATH=. .venv/bin/python -m benchmarks.learner.model_families --shared-base
     PYTHONPATH=. .venv/bin/python -m benchmarks.learner.model_families --experts
+    PYTHONPATH=. .venv/bin/python -m benchmarks.learner.model_families --routing
 
 Three steps of the whole system (Ray, vLLM, learner) in float32. What is shown: with its cap, scale, experts or fused
 layers each family is sampled and scored alike. Sampler and learner are other programs with the same weights, so the
@@ -14,6 +15,8 @@ logprobs, and the gradient of every part of the adapter, bit for bit; or why the
 
 --experts: adapters on attention and routed experts, twenty steps, three seeds: what the reward gains (mean of the last
 five steps less that of the first five), beside the spread of the seeds.
+
+--routing: the mismatch in bfloat16 where the learner's routers choose by themselves, and with rollout.routing_replay.
 """
 
 from __future__ import annotations
@@ -62,22 +65,31 @@ def made(name: str, path: Path) -> Path:
 
 
 def run(
-    name: str, folder: Path, steps: int, learner: Tree | None = None, *, reward: str = REWARD, seed: int = 0
+    name: str,
+    folder: Path,
+    steps: int,
+    learner: Tree | None = None,
+    *,
+    reward: str = REWARD,
+    seed: int = 0,
+    rollout: Tree | None = None,
+    dtype: str = "float32",
 ) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl of a whole run, its policy moved by each step. learner: more settings of `learner`.
-    reward: the source of its reward function."""
+    """The lines of metrics.jsonl of a whole run, its policy moved by each step. learner, rollout: more settings of
+    these. reward: the source of its reward function."""
     file, data = folder / "reward.py", folder / "data.jsonl"
     file.write_text(reward)
     problems = [{"question": f"Say something about {word}", "answer": word} for word in "abcdefghijklmnopqrst"]
     data.write_text("".join(json.dumps(row) + "\n" for row in problems))
     tree: Tree = {
         "steps": steps,
-        "model": {"path": str(made(name, folder / "model")), "dtype": "float32"},
+        "model": {"path": str(made(name, folder / "model")), "dtype": dtype},
         "data": {"path": str(data), "eval": {"every": 0}},
         "rewards": [{"use": f"{file}:score"}],
         "seed": seed,
         "rollout": {
             "num_generations": 4, "max_prompt_length": 96, "max_completion_length": 24, "kv_cache": "32MiB",
+            **(rollout or {}),
         },
         "learner": {"groups_per_step": 3, "learning_rate": 1e-3, **(learner or {})},
         "trackers": [],
@@ -230,14 +242,42 @@ def experts(options: argparse.Namespace) -> bool:
     return all(mean(one["gains"]) > max(one["gains"]) - min(one["gains"]) for one in found.values())
 
 
+def routing(options: argparse.Namespace) -> bool:
+    """Whether routing replay brings the mismatch down, in every family of WITH_EXPERTS."""
+    told, cells, better = conditions(BOTH), [], True
+    found: dict[str, Any] = {}
+    for shown, name in WITH_EXPERTS.items():
+        for replay in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                more: Tree = {"routing_replay": replay}
+                lines = run(name, Path(folder), options.steps, rollout=more, dtype="bfloat16")
+            worst, k3 = (
+                max(line[column] for line in lines) for column in ("policy/mismatch_max", "policy/mismatch_k3")
+            )
+            found.setdefault(shown, []).append({"mismatch_max": worst, "mismatch_k3": k3})
+            cells.append([shown, "the sampler's" if replay else "its own", f"{worst:.1e}", f"{k3:.1e}"])
+            print(*cells[-1], flush=True)
+        before, after = found[shown]
+        better &= after["mismatch_k3"] < before["mismatch_k3"]
+    text = (
+        "# Routing replay: how far sampler and learner are apart\n\n"
+        f"{as_table(['family', 'experts of the learner', 'mismatch_max, nats', 'mismatch_k3, nats'], cells)}\n\n"
+        f"Greatest value over {options.steps} steps. {under(told, 'Tiny random models, bfloat16')}\n"
+    )
+    save("routing_replay", {"conditions": told, "families": found}, text)
+    return better
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--families", nargs="+", choices=[*FAMILIES, *TOWERS], default=[*FAMILIES, *TOWERS])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--shared-base", action="store_true")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--routing", action="store_true")
     options = parser.parse_args()
-    measure = shared_base if options.shared_base else experts if options.experts else whole_system
+    others = {shared_base: options.shared_base, experts: options.experts, routing: options.routing}
+    measure = next((one for one, asked in others.items() if asked), whole_system)
     sys.exit(not measure(options))
 
 

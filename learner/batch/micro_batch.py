@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from rollout.schema import check, lasts, masks_of, ragged, rewards_of, whole
+from rollout.schema import check, experts_of, lasts, masks_of, ragged, rewards_of, whole
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Rows:
     # [M] the reward of the turn that ends with the token, else 0; None: no turn has a reward
     turn_rewards: npt.NDArray[np.float64] | None = None
     owners: npt.NDArray[np.int64] | None = None  # [R] index of the row's trajectory in [K]; None: row i is trajectory i
+    # [R] rollout.schema.experts_of: [P + T - 1, layers * k] for each row; None: no row has them
+    experts: list[npt.NDArray[np.int16] | None] | None = None
 
     def of_rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """[K] a value of each trajectory -> [R] the value of each row's trajectory."""
@@ -123,7 +125,9 @@ def read(groups: Sequence[pa.Table]) -> Rows:
     cut = _joined([pc.equal(table.column("finish_reason"), "length").to_numpy() for table in tables], np.bool_)
     of_turns = _turn_rewards(tables, sizes[0], sampled)
     owners = None if last.all() else np.cumsum(last) - last
-    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners)
+    experts = [one for table in tables for one in experts_of(table)]
+    known = experts if any(one is not None for one in experts) else None
+    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known)
 
 
 def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
@@ -222,6 +226,8 @@ class MicroBatch:
     places: Int[Tensor, " N"]  # int64, index of the token in the [M] arrays of Rows
     positions: Int[Tensor, "1 L"] | None = None  # int64, place of each token in its own sequence; None: padded
     layout: Layout | None = None  # the segments of the packed row; None: padded
+    # int16 [B * L, layers * k], the experts that the sampler's routers chose, -1 where that is not known; None: nowhere
+    experts: Int[Tensor, "BL W"] | None = None
     idle: bool = False  # whether its gradients are set to zero (see idle_copy)
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -274,7 +280,14 @@ def micro_batches(
     if packed:
         bins = _bins(_parts_of_rows(rows, chosen, token_budget), token_budget)
         return [
-            _batch(rows, [row for part in parts for row in part.rows], advantages, coefficients, *_pack(rows, parts))
+            _batch(
+                rows,
+                [row for part in parts for row in part.rows],
+                advantages,
+                coefficients,
+                *_pack(rows, parts),
+                experts=_packed_experts(rows, parts),
+            )
             for parts in bins
         ]
     lengths = np.array([len(prompt) for prompt in rows.prompts]) + rows.lengths - 1
@@ -283,7 +296,8 @@ def micro_batches(
     while len(chosen):
         count = max(1, token_budget // int(lengths[chosen[0]]))
         some = chosen[:count].tolist()
-        result.append(_batch(rows, some, advantages, coefficients, *_pad(rows, some)))
+        padded = _padded_experts(rows, some)
+        result.append(_batch(rows, some, advantages, coefficients, *_pad(rows, some), experts=padded))
         chosen = chosen[count:]
     return result
 
@@ -389,6 +403,7 @@ def _batch(
     index: Tensor,
     positions: Tensor | None = None,
     layout: Layout | None = None,
+    experts: npt.NDArray[np.int16] | None = None,
 ) -> MicroBatch:
     counts, places = rows.counts[chosen], rows.places(chosen)
     if rows.sampled is not None:  # the head computes no logprobs of tokens that the policy did not sample
@@ -405,7 +420,39 @@ def _batch(
         places=torch.from_numpy(places),
         positions=positions,
         layout=layout,
+        experts=None if experts is None else torch.from_numpy(experts),
     )
+
+
+def _packed_experts(rows: Rows, parts: list[_Part]) -> npt.NDArray[np.int16] | None:
+    """[L, layers * k] for the packed row of `_pack`; of a shared prompt those that its first completion has."""
+    if rows.experts is None:
+        return None
+    pieces = []
+    for part in parts:
+        prompt = len(rows.prompts[part.rows[0]])
+        pieces += [_experts(rows, part.rows[0])[:prompt], *(_experts(rows, row)[prompt:] for row in part.rows)]
+    return np.concatenate(pieces)
+
+
+def _padded_experts(rows: Rows, chosen: list[int]) -> npt.NDArray[np.int16] | None:
+    """[B * L, layers * k] for the padded rows of `_pad`."""
+    if rows.experts is None:
+        return None
+    own = [_experts(rows, row) for row in chosen]
+    longest = max(map(len, own))
+    found = np.full((len(own) * longest, own[0].shape[1]), -1, np.int16)
+    for place, one in enumerate(own):
+        found[place * longest :][: len(one)] = one
+    return found
+
+
+def _experts(rows: Rows, row: int) -> npt.NDArray[np.int16]:
+    """[P + T - 1, layers * k] of a row."""
+    assert rows.experts is not None
+    own = rows.experts[row]
+    width = next(one.shape[1] for one in rows.experts if one is not None)
+    return np.full((len(rows.prompts[row]) + int(rows.lengths[row]) - 1, width), -1, np.int16) if own is None else own
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:

@@ -85,6 +85,13 @@ DATA = (
         lambda c: c.rollout.truncates and c.rollout.temperature != 1,
     ),
     Rule(
+        "rollout.routing_replay:",
+        "does not go with rollout.structured_outputs, nor with cluster.tensor_parallel above 1: vLLM records experts "
+        "in another way of running a model, and in several processes this was not tried",
+        "leave one of them out", ("rollout.routing_replay", "cluster.tensor_parallel"),
+        lambda c: c.rollout.routing_replay and (bool(c.rollout.structured_outputs.form) or c.cluster.shards > 1),
+    ),
+    Rule(
         "checkpoint.best, early_stop:", "need evaluations, by which they go", "set data.eval.every, or leave them out",
         ("data.eval.every",),
         lambda c: (c.checkpoint.best or c.early_stop != EarlyStopConfig()) and c.data.eval.every == 0,

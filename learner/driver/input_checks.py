@@ -40,7 +40,15 @@ from rewards.call import Group
 from rewards.check import try_rewards, withheld_notes
 from rewards.config import RewardConfig, functions_of
 from rewards.loader import BUILT_INS, no_file, no_function
-from rollout.architecture import check_architecture, check_length, check_on_cpu, check_shards, check_type, text_of
+from rollout.architecture import (
+    check_architecture,
+    check_length,
+    check_on_cpu,
+    check_shards,
+    check_type,
+    has_experts,
+    text_of,
+)
 from rollout.data.chat import Chat, Messages, Prompt
 from rollout.data.files import Row
 from rollout.data.model_files import CONFIG, read_json, template_in
@@ -425,6 +433,11 @@ def load_chat(config: RunConfig) -> Chat:
         check_on_cpu(chat.config, config.model.path)
     check_shards(chat.config, config.model.path, config.cluster.shards)
     _check_quantised(config, chat.config)
+    if config.rollout.routing_replay and not has_experts(chat.config):
+        raise WrongInput(
+            f"rollout.routing_replay: needs a model with routed experts, and {config.model.path} (model_type "
+            f"{chat.config.get('model_type')}) has none; leave it out"
+        )
     longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)
     return chat

@@ -213,6 +213,7 @@ def worker_spec(
             stop=rollout.stop,
             truncates=rollout.truncates,
             form=rollout.structured_outputs.form,
+            records_experts=rollout.routing_replay,
             sleeps=budgets.arrangement.in_turns,
             shares_base=config.arrangement.one_base,
             room=_room(budgets),

@@ -1,4 +1,5 @@
-"""LoRA on mixtures of experts (learner.lora.targets: experts), without the dense change of any expert's weight.
+"""LoRA on mixtures of experts (learner.lora.targets: experts), without the dense change of any expert's weight; and
+routing replay, below it.
 
 transformers holds the experts of a layer as two tensors of all their matrices: gate_up_proj and down_proj, E experts
 [E, out, in] each, or [E, in, out] in gpt-oss. PEFT adapts such a tensor as a parameter (target_parameters) and computes
@@ -16,6 +17,7 @@ Letters: E experts, r rank, R rank rounded up to what a grouped product takes, N
 pairs of a token and one of its experts.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +27,10 @@ import torch.nn.functional as F
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
+from cluster.errors import WrongInput
 from rollout.weights import Source
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -253,3 +257,81 @@ def _in_checkpoint(lm: Any, wrappers: Mapping[str, Any]) -> dict[str, _Part]:
             as_columns = saved.shape[-1] != TWO
             found[key] = _Part(wrapper, saved[..., 0, :] if as_columns else saved[..., 0], as_columns, width)
     return found
+
+
+# Routing replay: the learner sends each token to the experts to which the sampler's routers sent it (Rollout Routing
+# Replay, Ma et al. 2025, 2510.11370).
+#
+# Where two experts score alike, rounding sends a token to one in the sampler and to the other in the learner, and the
+# logprobs of that token and of those behind it differ by far more than rounding. Only the choice is the sampler's: how
+# much each chosen expert counts is computed here, from the router's own scores, so that gradients are the policy's.
+#
+# Every router of transformers chooses by one topk among its scores. While a router computes, that topk is given the
+# experts, and so nothing else of a family has to be known.
+
+NAMES = ("gate", "router")  # of a router, beside `experts`
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class Routers:
+    """The routers of a model's layers with experts. They choose by themselves until `replay` says otherwise.
+
+    Raises WrongInput if the model has none, or one that does not choose by one topk.
+    """
+
+    def __init__(self, lm: nn.Module, path: str) -> None:
+        self._experts: Tensor | None = None  # [N, layers, k]
+        self._k = 0
+        modules = dict(lm.named_modules())
+        for name, module in modules.items():
+            block, _, leaf = name.rpartition(".")
+            found = LAYER.search(name)
+            if leaf in NAMES and f"{block}.experts" in modules and found is not None:
+                self._k = int(getattr(module, "top_k", 0))
+                if self._k == 0:
+                    raise WrongInput(_unknown(path, f"{name} does not say how many experts it chooses"))
+                # The method is replaced on the instance, so that no name of a module or weight changes.
+                module.forward = partial(self._forward, module.forward, int(found[1]), name, path)
+        if self._k == 0:
+            raise WrongInput(_unknown(path, "it has no layers with routed experts"))
+
+    def replay(self, experts: Tensor | None) -> None:
+        """experts: [N, layers * k], what the forward passes from now on choose, and their backward passes where layers
+        are computed again; -1: the router's own choice. None: all of it is the routers' own."""
+        self._experts = None if experts is None else experts.view(len(experts), -1, self._k).long()
+
+    def _forward(self, choose: Any, layer: int, name: str, path: str, *args: Any, **others: Any) -> Any:
+        if self._experts is None:
+            return choose(*args, **others)
+        with _Given(self._experts[:, layer]) as given:
+            found = choose(*args, **others)
+        if given.asked != 1:
+            raise WrongInput(_unknown(path, f"{name} chooses by {given.asked} topk, where one is known"))
+        return found
+
+
+class _Given(TorchFunctionMode):
+    """While it is entered, topk chooses the given indices [N, k], and its own where these are negative.
+
+    Attributes:
+        asked: number of topk that chose k.
+    """
+
+    def __init__(self, experts: Tensor) -> None:
+        super().__init__()
+        self._experts, self.asked = experts, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or found.indices.shape != self._experts.shape:
+            return found
+        self.asked += 1
+        index = self._experts.where(self._experts >= 0, found.indices)
+        return type(found)((args[0].gather(-1, index), index))  # values and indices
+
+
+def _unknown(path: str, why: str) -> str:
+    return (
+        f"rollout.routing_replay: the learner must know the routers of {path}, and {why}; leave routing_replay out "
+        "(docs/models.md)"
+    )

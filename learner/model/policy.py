@@ -35,7 +35,7 @@ from learner.model import packing_check
 from learner.model.adapter_config import base_of
 from learner.model.base import check_finite, head_of, load_base, text_prefix, to_eval
 from learner.model.bases.shared import MappedBase
-from learner.model.experts import merged_experts
+from learner.model.experts import Routers, merged_experts
 from learner.model.fusion import fuse
 from learner.model.logprob import decoder_of, logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
@@ -233,7 +233,8 @@ class Policy:
         roles: Sequence[ScoredRole] = (),
     ) -> None:
         self._lm = load_base(model, device, lora=lora is not None, mapped=mapped, sharded=sharded)
-        self._offload = offload
+        self._offload, self._path = offload, model.path
+        self._routers: Routers | None = None
         self.head = head_of(self._lm, model.path)
         self.logits = logits_of(self._lm.config.get_text_config())
         self._peft = self._lm.requires_grad_(True) if lora is None else attach(self._lm, model, lora, seed)
@@ -274,14 +275,24 @@ class Policy:
         """transformers' configuration of the model, or of its text part."""
         return self._lm.config.get_text_config()
 
-    def hidden(self, ids: Tensor, positions: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        layout: Layout | None = None,
+        experts: Tensor | None = None,
+    ) -> Tensor:
         """Returns [B * L, H] final hidden states of [B, L] right-padded ids, or of a packed row [1, L] with its
-        positions [1, L] and layout.
+        positions [1, L] and layout. experts: see MicroBatch; a backward pass must come before the next call.
 
         No attention mask is passed. Attention is causal and the padding comes last, so no real token sees it, and the
         attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
         """
         # seq_idx is what learner.model.recurrence.carry_states says of it.
+        if experts is not None and self._routers is None:
+            self._routers = Routers(self._lm, self._path)
+        if self._routers is not None:
+            self._routers.replay(experts)
         packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout, "seq_idx": layout}
         with offloaded(self._offload and torch.is_grad_enabled()):
             states: Tensor = decoder_of(self._lm)(input_ids=ids, use_cache=False, **packed).last_hidden_state
@@ -289,7 +300,7 @@ class Policy:
 
     def predicting(self, batch: MicroBatch) -> Tensor:
         """Returns the [N, H] hidden states that predict the completion tokens of the batch."""
-        return self.hidden(batch.ids, batch.positions, batch.layout).index_select(0, batch.index)
+        return self.hidden(batch.ids, batch.positions, batch.layout, batch.experts).index_select(0, batch.index)
 
     def logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns [N] logprobs and [N] entropies of the tokens that the [N, H] states predict, with gradients

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cluster.actor import within
 from cluster.errors import WrongInput
 from rollout.data.chat import Chat
@@ -83,6 +86,7 @@ class Row:
     Attributes:
         ids, logprobs, versions, mask: [T]. A token of an observation has logprob 0, the policy version of the token
             before it, and mask false.
+        experts: Completion.experts of the last turn, which covers all tokens before it, too; None: not recorded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -91,6 +95,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     turns: list[Played] = field(default_factory=list)
+    experts: NDArray[np.int16] | None = None
 
     @property
     def so_far(self) -> tuple[int, ...]:
@@ -104,7 +109,16 @@ class Row:
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
         self.mask += [True] * len(completion.token_ids)
+        self.experts = completion.experts
         self.turns.append(Played(start, len(self.ids), generate_ms))
+
+    def all_experts(self) -> NDArray[np.int16] | None:
+        """`experts` for all tokens but the last; -1 for those that came after the policy's last turn."""
+        if self.experts is None:
+            return None
+        tokens = len(self.prompt_ids) + len(self.ids) - 1
+        known = self.experts[:tokens]
+        return np.pad(known, ((0, tokens - len(known)), (0, 0), (0, 0)), constant_values=-1)
 
     def read(self, ids: Sequence[int], version: int) -> None:
         """Appends tokens that the policy did not sample."""

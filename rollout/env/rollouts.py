@@ -73,7 +73,7 @@ def rows_of(
     completions = [
         Completion(
             np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32), trajectories[i].outcome,
-            np.asarray(row.versions, np.int32),
+            np.asarray(row.versions, np.int32), row.all_experts(),
         )
         for i, row in places
     ]  # fmt: skip

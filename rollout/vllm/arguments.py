@@ -132,6 +132,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     arguments |= _policy_arguments(settings)
+    if settings.records_experts and cuda:
+        arguments["enable_return_routed_experts"] = True
     if not cuda:
         _check_cpu(settings)
     if settings.sleeps:

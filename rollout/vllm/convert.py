@@ -253,13 +253,14 @@ def read_completions(output: Any, version: int) -> list[Completion]:
     Raises EngineError if vLLM failed one of them.
     """
     parts = sorted(output.outputs, key=lambda part: part.index)
-    return [_completion(part, np.full(len(part.token_ids), version, np.int32)) for part in parts]
+    prompt = len(output.prompt_token_ids)
+    return [_completion(part, np.full(len(part.token_ids), version, np.int32), prompt) for part in parts]
 
 
 def read_continued(output: Any, _began_with: int) -> list[Completion]:
     """The G completions of a finished vllm.RequestOutput; vLLM's spans say which version sampled which tokens."""
     parts = sorted(output.outputs, key=lambda part: part.index)
-    return [_completion(part, _versions(part.weight_versions)) for part in parts]
+    return [_completion(part, _versions(part.weight_versions), len(output.prompt_token_ids)) for part in parts]
 
 
 def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
@@ -268,7 +269,7 @@ def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
     return labels.repeat(np.array([span.end - span.start for span in spans], np.int64))
 
 
-def _completion(part: Any, versions: NDArray[np.int32]) -> Completion:
+def _completion(part: Any, versions: NDArray[np.int32], prompt: int) -> Completion:
     count = len(part.token_ids)
     if part.finish_reason not in _FINISH_REASONS:
         raise EngineError(
@@ -276,7 +277,17 @@ def _completion(part: Any, versions: NDArray[np.int32]) -> Completion:
             f"after {count} tokens; ask again"
         )
     tokens = np.array(part.token_ids, np.int32)
-    return Completion(tokens, _flat(part.logprobs, count), part.finish_reason, versions)
+    experts = _experts(part.routed_experts, prompt + count - 1)
+    return Completion(tokens, _flat(part.logprobs, count), part.finish_reason, versions, experts)
+
+
+def _experts(routed: Any, count: int) -> NDArray[np.int16] | None:
+    """[count, layers, k]: of the tokens that were computed. Raises EngineError unless there are `count` of them."""
+    if routed is None:
+        return None
+    if len(routed) != count:
+        raise EngineError(f"vLLM must tell the experts of {count} tokens, got those of {len(routed)}; ask again")
+    return np.asarray(routed, np.int16)
 
 
 def read_probe(output: Any, _version: int) -> NDArray[np.float32]:

@@ -41,6 +41,7 @@ from rollout.vllm.convert import (
     read_probe,
 )
 from rollout.vllm.environment import check_env
+from rollout.vllm.experts import record_experts
 from rollout.vllm.policies import Policies
 from rollout.vllm.read_back import lost_shard, peak_of, settle_ends
 
@@ -317,6 +318,8 @@ class EngineThread:
             engine = build_engine(arguments, shares_base=self._settings.shares_base)
             if self._settings.shards > 1:
                 settle_ends(engine)
+            if self._settings.records_experts and not arguments.get("enable_return_routed_experts"):
+                record_experts(engine)
             self._turns = EngineSteps(engine, self._settings, self.window)
             self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
         except BaseException as error:  # the constructor raises it again

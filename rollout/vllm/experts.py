@@ -1,5 +1,5 @@
-"""Experts on vLLM's CPU build: renews its packed copy of their weights when whole weights are loaded again, and reads
-the copy back.
+"""Experts on vLLM's CPU build: renews its packed copy of their weights when whole weights are loaded again, reads the
+copy back, and records to which experts tokens go.
 
 This was read in vLLM 0.32 (layers/fused_moe: unquantized_fused_moe_method.py, routed_experts.py, experts/cpu_moe.py;
 model_loader/reload). RoutedExperts holds a layer's experts in w13_weight [E, 2I, H], gate above up, and w2_weight
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.types import EngineError
 from rollout.weights import columns_of
 
 
@@ -118,3 +121,94 @@ def _places(height: int, width: int, dtype: torch.dtype, isa: str) -> Tensor:
     places = torch.empty_like(own)
     places[there] = own
     return places
+
+
+# Which experts the routers choose for each token, as vLLM records it on a card (enable_return_routed_experts): there it
+# is done in vLLM's model runner V2, which the CPU build does not have. Here the same hooks are given what they ask for:
+# each router tells its choice of a step (BaseRouter), the scheduler asks for the rows of a request, and vLLM's output
+# has them for each completion. This was read in vLLM 0.32 (layers/fused_moe/router/base_router.py,
+# v1/core/sched/scheduler.py, v1/worker/gpu_model_runner.py).
+#
+# A choice is kept where the KV cache keeps its token, by the token's slot. So the tokens of a prompt that another
+# request has computed have theirs as well.
+
+
+def record_experts(engine: Any) -> None:
+    """Has the completions of an LLMEngine of this process say in `routed_experts` [P + T - 1, layers, k] which experts
+    each token went to. To be called once, after the engine is built.
+
+    Raises EngineError for a model whose tokens are not all kept in one group of the KV cache.
+    """
+    core = engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    core.scheduler.aux_output_connector = _Choices(runner, core.scheduler)
+
+
+class _Choices:
+    """The choices of all tokens in the KV cache. It takes the place of vLLM's AuxOutputSchedulerConnector.
+
+    runner: vLLM's model runner, whose steps it follows.
+    """
+
+    def __init__(self, runner: Any, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._group, self._block = _whole_group(runner.kv_cache_config)
+        config = runner.vllm_config
+        layers, k = config.model_config.get_total_num_hidden_layers(), config.model_config.get_num_experts_per_tok()
+        tokens, slots = config.scheduler_config.max_num_batched_tokens, runner.kv_cache_config.num_blocks * self._block
+        self._step = torch.full((tokens, layers, k), -1, dtype=torch.int16)
+        self._kept: NDArray[np.int16] = np.full((slots, layers, k), -1, np.int16)
+        self._told: dict[str, int] = {}  # request -> number of its tokens whose choices were told
+        self._follow(runner)
+
+    def _follow(self, runner: Any) -> None:
+        for moe in runner.model.modules():
+            if hasattr(moe, "router") and hasattr(moe, "layer_id"):
+                moe.router.set_capture_fn(partial(self._chosen, moe.layer_id))
+        execute = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **others: Any) -> Any:
+            output = execute(scheduler_output, *args, **others)
+            count = scheduler_output.total_num_scheduled_tokens
+            slots = runner.input_batch.block_table[self._group].slot_mapping.gpu[:count].numpy()
+            self._kept[slots] = self._step[:count].numpy()
+            return output
+
+        runner.execute_model = execute_model
+
+    def _chosen(self, layer: int, experts: Tensor) -> None:
+        self._step[: len(experts), layer] = experts
+
+    # --- what the scheduler calls ------------------------------------------------------------------------------------
+
+    def take_output(self, request: Any, _output: object) -> NDArray[np.int16]:
+        """[tokens, layers, k]: of the tokens of a request that were computed since the last call."""
+        start, stop = self._told.get(request.request_id, 0), request.num_tokens - 1
+        self._told[request.request_id] = stop
+        blocks = np.array(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._group])
+        places = np.arange(start, stop)
+        slots = blocks[places // self._block] * self._block + places % self._block
+        return np.asarray(self._kept[slots])
+
+    def build_connector_meta(self, *_: object) -> None:
+        """Nothing has to be told to a worker of the same process."""
+
+    def request_finished(self, request: Any) -> None:
+        """Forgets a request. One that is preempted tells all of its tokens again."""
+        self._told.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Choices are overwritten with their slots."""
+
+
+def _whole_group(cache: Any) -> tuple[int, int]:
+    """(number of a group of the KV cache that keeps every token, tokens of a block)."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for number, group in enumerate(cache.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            return number, int(group.kv_cache_spec.block_size)
+    raise EngineError(
+        "rollout.routing_replay: the experts of tokens are recorded where the KV cache keeps them all, and this model "
+        "has no layer of full attention; leave routing_replay out"
+    )

@@ -56,6 +56,7 @@ def make_group(
             "reward_status": ["error" if r is None else "ok" for r in rewards],
             "reward_error": [None] * n,
             "logged": [[]] * n,
+            "routed_experts": [None] * n,
             "reward_ms": zeros,
             "generate_ms": zeros,
             "worker": [0] * n,

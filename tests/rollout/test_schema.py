@@ -24,6 +24,7 @@ from rollout.schema import (
     build_group,
     check,
     check_rows,
+    experts_of,
     group_position,
     lasts,
     oldest_versions,
@@ -118,7 +119,7 @@ def test_a_column_that_json_has_no_word_for_is_kept_as_text() -> None:
 
 def test_another_version_is_refused() -> None:
     for metadata, found in (({"gleaner.schema": "1"}, "1"), (None, "none")):
-        with pytest.raises(ValueError, match=f"must be 4, got {found}"):
+        with pytest.raises(ValueError, match=f"must be 5, got {found}"):
             check(make_group().replace_schema_metadata(metadata))
 
 
@@ -142,6 +143,30 @@ def test_tokens_and_versions_of_a_trajectory_are_those_of_all_its_rows() -> None
         table = table.set_column(place, SCHEMA.field(name), pa.array(values, SCHEMA.field(name).type))
     assert sampled_lengths(table).tolist() == [3 + 2, 5, 1 + 6]
     assert oldest_versions(table).tolist() == [5, 6, 3]
+
+
+def test_experts_are_so_many_for_each_token() -> None:
+    table = make_group(3, rewards=(1.0, 0.0, 0.0))
+    tokens = [
+        len(prompt) + len(own) - 1
+        for prompt, own in zip(*(ragged(table, name) for name in ("prompt_ids", "completion_ids")), strict=True)
+    ]
+    wanted = [np.arange(12 * tokens[0], dtype=np.int16).reshape(-1, 12), None, np.zeros((tokens[2], 6), np.int16)]
+    place, field = table.schema.get_field_index("routed_experts"), SCHEMA.field("routed_experts")
+
+    def told(cells: list[Any]) -> pa.Table:
+        return table.set_column(place, field, pa.array(cells, field.type))
+
+    found = experts_of(told([None if one is None else one.tobytes() for one in wanted]))
+    for own, other in zip(found, wanted, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            assert np.array_equal(own, other)
+    for cell in (b"", b"123", bytes(2 * tokens[0] + 2)):
+        with pytest.raises(
+            ValueError, match=f"int16 numbers for each of {tokens[0]} tokens, row 0 has {len(cell)} bytes"
+        ):
+            check_rows(told([cell, None, None]))
 
 
 def test_missing_and_unknown_columns_are_named() -> None:

@@ -45,6 +45,42 @@ def test_every_column_of_every_group_in_order() -> None:
     assert kinds == [np.int32, np.float32, np.int32, np.int64, np.bool_]
 
 
+def with_experts(group: pa.Table, rows: list[list[list[int]] | None]) -> pa.Table:
+    """rows: for each row, of each token the experts of one layer."""
+    place, field = SCHEMA.get_field_index("routed_experts"), SCHEMA.field("routed_experts")
+    cells = [None if row is None else np.array(row, np.int16).tobytes() for row in rows]
+    return group.set_column(place, field, pa.array(cells, field.type))
+
+
+def test_experts_lie_where_their_tokens_lie() -> None:
+    """Each token has the experts (10 id, 10 id + 1); of a shared prompt they are those of its longest completion."""
+
+    def of(*ids: int) -> list[list[int]]:
+        return [[10 * i, 10 * i + 1] for i in ids]
+
+    def even(_: list[int], completion: list[int]) -> list[float]:
+        return [-1.0] * len(completion)
+
+    one = with_experts(make_group([1, 2], [[3, 4], [5, 6, 7]], [0.5, 1], even), [of(1, 2, 3), of(1, 2, 5, 6)])
+    two = with_experts(make_group([8], [[9, 11], [12]], [2, 1], even), [None, of(8)])
+    rows = read([one, two])
+    assert [None if one is None else one.tolist() for one in rows.experts or []] == [
+        of(1, 2, 3), of(1, 2, 5, 6), None, of(8),
+    ]  # fmt: skip
+    for packed in (True, False):
+        every = np.ones(len(rows.lengths))
+        (batch,) = micro_batches(rows, np.zeros(len(rows.completions)), every, every > 0, 99, packed=packed)
+        assert batch.experts is not None
+        known = {tuple(pair) for pair in of(1, 2, 3, 5, 6, 8)} | {(-1, -1)}
+        told = list(zip(batch.ids.flatten().tolist(), map(tuple, batch.experts.tolist()), strict=True))
+        assert {pair for _, pair in told} <= known
+        assert [pair for token, pair in told if token in (1, 2, 3, 5, 6)] == [
+            tuple(*of(token)) for token, _ in told if token in (1, 2, 3, 5, 6)
+        ]
+        assert [pair for token, pair in told if token == 9] == [(-1, -1)]
+    assert read([one.slice(0, 0), make_group([1], [[2]], [0], even)]).experts is None
+
+
 def test_no_group_is_no_row() -> None:
     rows = read([])
     assert (rows.rewards, rows.prompts, rows.completions.tolist(), rows.lengths.tolist()) == ([], [], [], [])

@@ -39,6 +39,11 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["data.prompt=null"], "env.use: must be given with .*data.prompt=null.*got env.use=null.*data.prompt=null"),
     (["rollout.structured_outputs.regex=a+", "env.use=tools"], "env.use: does not go with rollout.structured_outputs"),
     (["data.chat_template=none", "env.use=tools"], "env.use: does not go with .*got env.use=tools, .*template=none"),
+    (
+        ["rollout.routing_replay=true", "rollout.structured_outputs.regex=a+"],
+        "rollout.routing_replay: does not go with rollout.structured_outputs.*got rollout.routing_replay=true",
+    ),
+    (["rollout.routing_replay=true", SPREAD], "rollout.routing_replay: .*got .*cluster.tensor_parallel=2"),
     (["cluster.rewards.gpus=1"], "cluster.rewards: needs processes: .*got cluster.rewards.processes=0"),
     (
         ["cluster.rewards.processes=1", "rewards=[{use: 'adapter:x'}]", "data.eval.every=0"],

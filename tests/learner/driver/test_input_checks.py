@@ -319,6 +319,14 @@ def test_a_start_refuses_a_system_message_that_would_not_be_read(
     assert (code, "role system says" in err) == (2, True)
 
 
+def test_routing_is_replayed_of_models_with_experts_alone(
+    config: dict[str, Any], no_trials: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = check(config, "--dry-run", "rollout.routing_replay=true", capsys=capsys)
+    assert code == 2
+    assert "rollout.routing_replay: needs a model with routed experts, and " in err
+
+
 def test_what_an_environment_begins_with_is_tried_instead(tmp_path: Path) -> None:
     """Which may be the problem's own messages."""
     (tmp_path / "mine.py").write_text(TOOL)

@@ -29,6 +29,7 @@ from learner.model.roles import ScoredRole
 from rollout.data.weight_names import check_adapter
 from rollout.types import Weights
 from tests.learner.model.test_packing_check import random_adapter
+from tests.learner.model.test_policy import make_policy
 from tests.model_rows import ROWS
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]
@@ -219,6 +220,80 @@ def test_other_experts_are_refused_by_name(kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
         expert_parameters(lm)
     assert "\n" not in str(refused.value)
+
+
+# Routing replay: by families whose routers differ (softmax of all, of the chosen, renormalised, with a bias).
+
+
+def chosen_in(policy: Policy) -> dict[int, Tensor]:
+    """Layer -> [L, k], filled by each forward pass: what its router chose."""
+    found: dict[int, Tensor] = {}
+
+    def note(layer: int) -> Any:
+        def hook(_module: Any, _given: Any, output: Any) -> None:
+            (found[layer],) = (one for one in output if not one.is_floating_point())
+
+        return hook
+
+    for name, module in policy._lm.named_modules():
+        if name.rpartition(".")[2] in ("gate", "router") and (match := re.search(r"layers\.(\d+)\.", name)):
+            module.register_forward_hook(note(int(match[1])))
+    return found
+
+
+ROUTERS = ["qwen3_moe", "gpt_oss", "mixtral", "granitemoe", "olmoe", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_the_experts_that_are_given_are_taken_and_weighed_anew(kind: str, tmp_path: Path) -> None:
+    policy = policy_of(saved(kind, tmp_path), targets="all-linear")
+    chosen = chosen_in(policy)
+
+    def hidden(experts: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            return policy.hidden(IDS, experts=experts)
+
+    own = hidden()
+    layers, k = max(chosen) + 1, chosen[0].shape[1]
+    given = torch.stack([chosen[layer] for layer in range(layers)], 1)  # [L, layers, k]
+    assert torch.equal(hidden(given.flatten(1).to(torch.int16)), own)
+    assert torch.equal(hidden(torch.full((len(given), layers * k), -1, dtype=torch.int16)), own)
+    other = (given + 1) % (given.max() + 1)
+    moved = hidden(other.flatten(1).to(torch.int16))
+    assert all(torch.equal(chosen[layer], other[:, layer]) for layer in range(layers))
+    assert float((moved - own).abs().max()) > 1e-3
+    some = torch.where(torch.arange(len(given))[:, None, None] < 5, other, -1)
+    hidden(some.flatten(1).to(torch.int16))
+    assert torch.equal(chosen[0][:5], other[:5, 0])
+    assert torch.equal(chosen[0][5:], given[5:, 0])
+    assert torch.equal(hidden(), own)  # and nothing of it is left
+
+
+def test_replay_holds_where_layers_are_computed_again(tmp_path: Path) -> None:
+    path, slopes = saved("qwen3_moe", tmp_path), []
+    given = torch.randint(0, 4, (IDS.shape[1], 2, 1), generator=torch.Generator().manual_seed(1))
+    experts = torch.cat([given, (given + 1) % 4], -1).flatten(1).to(torch.int16)
+    for checkpointing in ("none", "full"):
+        policy = Policy(
+            ModelConfig(path=path, dtype="float32"), LoraConfig(rank=8), checkpointing=checkpointing, seed=0,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        random_adapter(policy)
+        policy.hidden(IDS, experts=experts).square().sum().backward()
+        slopes.append({name: weight.grad for name, weight in policy.trained.weights.items()})
+    assert slopes[0].keys() == slopes[1].keys()
+    for name, slope in slopes[0].items():
+        assert slope is not None
+        assert float(slope.abs().max()) > 0
+        torch.testing.assert_close(slopes[1][name], slope, atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_whose_routers_are_not_known_is_refused(tmp_path: Path) -> None:
+    dense = make_policy(str(make_tiny_model(tmp_path)))
+    with pytest.raises(
+        WrongInput, match=r"^rollout.routing_replay: .* and it has no layers with routed experts; leave"
+    ):
+        dense.hidden(IDS, experts=torch.zeros(IDS.shape[1], 4, dtype=torch.int16))
 
 
 def test_experts_are_named_in_a_list_and_nowhere_else(tmp_path: Path) -> None:

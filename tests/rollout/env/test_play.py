@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.env.play import EnvironmentFault, Limits, Player, Trajectory
+from rollout.env.play import EnvironmentFault, Limits, Player, Row, Trajectory
 from rollout.env.protocol import Message, Question, Start, Step, ToolSpec, Turn
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling
@@ -312,3 +312,20 @@ async def test_over_http_as_a_client_of_vllm_sees_it(tmp_path: Path) -> None:
 
 def test_the_tokens_are_the_tokenizers() -> None:
     assert max(*TURN, *OPENING, *BETWEEN) < len(CHAT.tokenizer)
+
+
+def test_experts_of_a_row_are_those_of_its_last_turn_which_has_all_before() -> None:
+    def turn(tokens: list[int], computed: int) -> Completion:
+        experts = np.full((computed, 2, 1), len(tokens), np.int16)
+        return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop",
+                          np.zeros(len(tokens), np.int32), experts)  # fmt: skip
+
+    row = Row((1, 2, 3))
+    assert row.all_experts() is None
+    row.sampled(turn([4, 5], 4), 1.0)
+    row.read([6], 0)
+    row.sampled(turn([7], 6), 1.0)
+    row.read([8, 8], 0)
+    found = row.all_experts()
+    assert found is not None
+    assert found[:, 0, 0].tolist() == [1, 1, 1, 1, 1, 1, -1, -1]  # 3 + 6 tokens, of which the last is not computed
