@@ -428,7 +428,7 @@ def _packed_experts(rows: Rows, parts: list[_Part]) -> npt.NDArray[np.int16] | N
     """[L, layers * k] for the packed row of `_pack`; of a shared prompt those that its first completion has."""
     if rows.experts is None:
         return None
-    pieces = []
+    pieces: list[npt.NDArray[np.int16]] = []
     for part in parts:
         prompt = len(rows.prompts[part.rows[0]])
         pieces += [_experts(rows, part.rows[0])[:prompt], *(_experts(rows, row)[prompt:] for row in part.rows)]

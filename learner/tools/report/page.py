@@ -105,7 +105,7 @@ def _group(
     tokens: bool,
     mismatch: Mismatch,
 ) -> dict[str, Any]:
-    rows = table.to_pylist()
+    rows = table.drop_columns(["routed_experts"]).to_pylist()  # megabytes, of which the page shows none
     problem = asked_of(rows[0]["problem"])
     samples = [row["sample"] for row in rows]
     made = [_completion(rows[i], tokens) | {"rows": samples.count(rows[i]["sample"])} for i in whole]
