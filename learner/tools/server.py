@@ -237,19 +237,25 @@ def _model(config: RunConfig, learned: Path) -> list[str]:
             f"RUN: on a CPU {why}; merge the adapter (gleaner export {learned.parent} OUT), then python -m "
             "vllm.entrypoints.openai.api_server --model OUT"
         )
-    check_unmerged(served(learned), "RUN")
+    adapter = served(learned)
+    check_unmerged(adapter, "RUN")
+    if content.get("model_type") == "glm4v":
+        raise WrongInput(
+            f"RUN: vLLM's class of the whole GLM-4V ({config.model.path}) computes something else of text than the run "
+            f"did; merge the adapter (gleaner export {learned.parent} OUT), then vllm serve OUT"
+        )
     arguments = ["--model", config.model.path, "--enable-lora", "--max-lora-rank", str(config.learner.lora.rank)]
     if other_inputs(content):
         arguments += ["--language-model-only"]  # the adapter has the names of the whole checkpoint
     if (revision := config.model.revision) is not None:
         arguments += ["--revision", revision, "--tokenizer-revision", revision]
     # Without it vLLM gives experts and the head LoRA layers, too.
-    arguments += ["--lora-target-modules", *_targets(served(learned))]
+    arguments += ["--lora-target-modules", *_targets(adapter)]
     if config.model.base == "nf4":
         arguments += ["--quantization", "bitsandbytes", "--load-format", "bitsandbytes"]
-    module = f"{name}={served(learned)}"
+    module = f"{name}={adapter}"
     if "," in module:  # vLLM takes an argument with a comma for JSON
-        module = json.dumps({"name": name, "path": str(served(learned))})
+        module = json.dumps({"name": name, "path": str(adapter)})
     return [*arguments, "--lora-modules", module]
 
 

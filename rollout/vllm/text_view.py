@@ -74,7 +74,12 @@ def _of_text(served: Any) -> Any:
     def load_weights(self: Any, weights: Any) -> Any:
         return served.load_weights(self, text_tensors(weights))
 
-    content = {TEXT: True, "hf_to_vllm_mapper": renames | own, "load_weights": load_weights}
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        served.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        if (made := vars(self).get("hf_to_vllm_mapper")) is not None:  # GLM-4 makes its own of the configuration
+            self.hf_to_vllm_mapper = renames | made
+
+    content = {TEXT: True, "hf_to_vllm_mapper": renames | own, "load_weights": load_weights, "__init__": __init__}
     return type(served.__name__, (served,), content)
 
 

@@ -82,6 +82,17 @@ def test_an_adapter_of_a_text_part_is_served_without_towers(tmp_path: Path, monk
     assert "--language-model-only" in server_of(run, "127.0.0.1", 1, []).command
 
 
+def test_a_checkpoint_of_which_vllm_computes_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own class of GLM-4V; that of its text part, as a run and a merged export have it, is right."""
+    run = run_folder(tmp_path / "mine", str(make_checkpoint(tmp_path / "base", "glm4v")))
+    write_adapter(run / "adapter", ["q_proj"])
+    monkeypatch.setattr(server, "_on_cpu", lambda: False)
+    with pytest.raises(WrongInput, match=f"^RUN: vLLM's class of the whole GLM-4V .* merge the adapter .* {run} OUT"):
+        server_of(run, "127.0.0.1", 1, [])
+
+
 def test_adapted_experts_are_served_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_folder(tmp_path / "mine", str(make_family(tmp_path / "base", "qwen3_moe")))
     write_adapter(run / "adapter", ["q_proj"])
