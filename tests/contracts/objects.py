@@ -99,7 +99,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/text_view.py": {
         "vllm_config": ("vllm.config.VllmConfig",),
         "vllm_config.model_config": ("vllm.config.ModelConfig",),
-        **dict.fromkeys(("config", "text", "served"), PLAIN),  # of transformers, and a model's class
+        **dict.fromkeys(("config", "text", "served", "self"), PLAIN),  # of transformers, a model's class, a model
     },
     "rollout/vllm/experts.py": {
         **dict.fromkeys(("method", "self", "layer.quant_method"), (f"{_MOE}.unquantized_fused_moe_method.{_METHOD}",)),
