@@ -81,7 +81,7 @@ class Completion:
         versions: [T] int32, policy version that sampled each token. All are equal, unless in_flight is "continue":
             then they never fall from one token to the next.
         experts: [P + T - 1, layers, k] int16, the experts that the router of each layer chose for each token that was
-            computed, the prompt's first; -1 in a layer without experts. None: not recorded (EngineSettings).
+            computed, the prompt's first; in a layer without experts any number. None: not recorded (EngineSettings).
     """
 
     token_ids: NDArray[np.int32]

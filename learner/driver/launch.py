@@ -211,6 +211,7 @@ def _again(config: RunConfig) -> str:
 # Wiring: buffer, policy slot, producers and loop, for processes of Ray and for plain objects of one process.
 
 BUFFER_BYTES = 512 * 2**20  # a group takes kilobytes: only very long completions reach this bound
+ROUTED_BYTES = 8 * BUFFER_BYTES  # with the experts of its tokens a group of a large model takes megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def wire(
     buffer = Buffer(
         groups_per_step=config.learner.groups_per_step,
         max_staleness=config.max_staleness,
-        max_bytes=BUFFER_BYTES,
+        max_bytes=ROUTED_BYTES if config.rollout.routing_replay else BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
     )
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)

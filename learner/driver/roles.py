@@ -286,6 +286,7 @@ def _built(kind: Callable[..., Trainer], config: RunConfig, total_steps: int, me
         config.settled_learner,
         temperature=config.rollout.temperature,
         max_completion_length=config.rollout.max_completion_length,
+        replays_routing=config.rollout.routing_replay,
         total_steps=total_steps,
         seed=config.seed,
         device=_device(config),

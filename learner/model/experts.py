@@ -276,12 +276,15 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class Routers:
     """The routers of a model's layers with experts. They choose by themselves until `replay` says otherwise.
 
-    Raises WrongInput if the model has none, or one that does not choose by one topk.
+    Attributes:
+        width: numbers that `replay` takes for each token: layers * k.
+
+    Raises WrongInput if the model has none, or one that does not say how many experts it chooses.
     """
 
-    def __init__(self, lm: nn.Module, path: str) -> None:
+    def __init__(self, lm: Any, path: str) -> None:
         self._experts: Tensor | None = None  # [N, layers, k]
-        self._k = 0
+        self._k, self._path = 0, path
         modules = dict(lm.named_modules())
         for name, module in modules.items():
             block, _, leaf = name.rpartition(".")
@@ -289,24 +292,29 @@ class Routers:
             if leaf in NAMES and f"{block}.experts" in modules and found is not None:
                 self._k = int(getattr(module, "top_k", 0))
                 if self._k == 0:
-                    raise WrongInput(_unknown(path, f"{name} does not say how many experts it chooses"))
+                    raise WrongInput(_unknown(self._path, f"{name} does not say how many experts it chooses"))
                 # The method is replaced on the instance, so that no name of a module or weight changes.
-                module.forward = partial(self._forward, module.forward, int(found[1]), name, path)
+                module.forward = partial(self._forward, module.forward, int(found[1]), name)
         if self._k == 0:
             raise WrongInput(_unknown(path, "it has no layers with routed experts"))
+        self.width = int(lm.config.get_text_config().num_hidden_layers) * self._k
 
     def replay(self, experts: Tensor | None) -> None:
         """experts: [N, layers * k], what the forward passes from now on choose, and their backward passes where layers
         are computed again; -1: the router's own choice. None: all of it is the routers' own."""
-        self._experts = None if experts is None else experts.view(len(experts), -1, self._k).long()
+        if experts is not None and experts.shape[1] != self.width:
+            raise WrongInput(
+                _unknown(self._path, f"a token has {self.width} of them, where rollouts have {experts.shape[1]}")
+            )
+        self._experts = None if experts is None else experts.view(len(experts), -1, self._k)
 
-    def _forward(self, choose: Any, layer: int, name: str, path: str, *args: Any, **others: Any) -> Any:
+    def _forward(self, choose: Any, layer: int, name: str, *args: Any, **others: Any) -> Any:
         if self._experts is None:
             return choose(*args, **others)
-        with _Given(self._experts[:, layer]) as given:
+        with _Given(self._experts[:, layer].long()) as given:
             found = choose(*args, **others)
         if given.asked != 1:
-            raise WrongInput(_unknown(path, f"{name} chooses by {given.asked} topk, where one is known"))
+            raise WrongInput(_unknown(self._path, f"{name} chooses by {given.asked} topk, where one is known"))
         return found
 
 

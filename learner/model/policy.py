@@ -201,6 +201,7 @@ class Policy:
         sharded: whether the base is sharded over the ranks of the process group, all of which make their policies at
             the same time.
         roles: further adapters, each with a scalar head; they need `lora`.
+        replays_routing: whether tokens go to the experts that micro-batches say (learner.model.experts.Routers).
 
     Attributes:
         head: [V, H] output embedding; frozen with an adapter. With a sharded base only its shape and device are valid.
@@ -231,9 +232,10 @@ class Policy:
         mapped: MappedBase | None = None,
         sharded: bool = False,
         roles: Sequence[ScoredRole] = (),
+        replays_routing: bool = False,
     ) -> None:
         self._lm = load_base(model, device, lora=lora is not None, mapped=mapped, sharded=sharded)
-        self._offload, self._path = offload, model.path
+        self._offload = offload
         self._routers: Routers | None = None
         self.head = head_of(self._lm, model.path)
         self.logits = logits_of(self._lm.config.get_text_config())
@@ -261,6 +263,9 @@ class Policy:
         apply(self._lm, checkpointing, model.path)
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.logits, self.predicting, self.dtype, attention)
+        if replays_routing:
+            self._routers = Routers(self._lm, model.path)
+            trial(experts=torch.full((2, self._routers.width), -1, dtype=torch.int16, device=device))
         if lora is None and keep_reference:
             kept = ShardedReference(self._lm, model, device) if sharded else Reference(self._lm, model, trial)
             self._roles["reference"] = kept.acting
@@ -283,14 +288,13 @@ class Policy:
         experts: Tensor | None = None,
     ) -> Tensor:
         """Returns [B * L, H] final hidden states of [B, L] right-padded ids, or of a packed row [1, L] with its
-        positions [1, L] and layout. experts: see MicroBatch; a backward pass must come before the next call.
+        positions [1, L] and layout. experts: see MicroBatch, for a policy that replays routing; a backward pass must
+        come before the next call.
 
         No attention mask is passed. Attention is causal and the padding comes last, so no real token sees it, and the
         attention kernels take their fast path instead of a dense [B, 1, L, L] mask.
         """
         # seq_idx is what learner.model.recurrence.carry_states says of it.
-        if experts is not None and self._routers is None:
-            self._routers = Routers(self._lm, self._path)
         if self._routers is not None:
             self._routers.replay(experts)
         packed = {} if layout is None else {"position_ids": positions, "packed_layout": layout, "seq_idx": layout}

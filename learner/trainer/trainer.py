@@ -304,6 +304,7 @@ class Trainer(TrainerService):
         base: where the generator's base model lies, which the learner maps; None: the learner loads its own base.
         reward_adapters: folders of reward models on the base (learner.model.roles), in the order of `score`'s results.
         peers: the ranks that share each step's work with this one; None: there are no others.
+        replays_routing: see learner.model.policy.Policy.
 
     Raises:
         ValueError: the model or the adapter cannot be trained here (see learner.model.policy.Policy), or the base
@@ -325,6 +326,7 @@ class Trainer(TrainerService):
         base: Manifest | None = None,
         reward_adapters: Sequence[str] = (),
         peers: Peers | None = None,
+        replays_routing: bool = False,
     ) -> None:
         self._path, where = model.source, device_of(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
@@ -333,7 +335,7 @@ class Trainer(TrainerService):
         self._budget = TokenBudget(tokens, peers)
         self._policy = _policy(
             model, learner, seed, where, attention=attention, mapped=mapped, sharded=self._budget.peers.sharded,
-            roles=[*reward_roles(reward_adapters), *value_roles(learner)],
+            roles=[*reward_roles(reward_adapters), *value_roles(learner)], replays_routing=replays_routing,
         )  # fmt: skip
         updater, sums = _update(self._policy, learner, self._budget.peers, dtype=model.dtype, device=where)
         self._updates = OptimizerSteps(

@@ -86,7 +86,8 @@ class Row:
     Attributes:
         ids, logprobs, versions, mask: [T]. A token of an observation has logprob 0, the policy version of the token
             before it, and mask false.
-        experts: Completion.experts of the last turn, which covers all tokens before it, too; None: not recorded.
+        experts: Completion.experts of all tokens up to the last that was sampled. Each turn computes those before it
+            again, perhaps under a newer policy: of them the first choice is kept. None: not recorded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -109,7 +110,10 @@ class Row:
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
         self.mask += [True] * len(completion.token_ids)
-        self.experts = completion.experts
+        if completion.experts is not None:
+            known = 0 if self.experts is None else len(self.experts)
+            new = completion.experts[known:]
+            self.experts = new if self.experts is None else np.concatenate([self.experts, new])
         self.turns.append(Played(start, len(self.ids), generate_ms))
 
     def all_experts(self) -> NDArray[np.int16] | None:

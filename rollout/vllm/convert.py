@@ -247,20 +247,23 @@ def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
     )
 
 
-def read_completions(output: Any, version: int) -> list[Completion]:
+def read_completions(output: Any, version: int, *, experts: bool = False) -> list[Completion]:
     """The G completions of a finished vllm.RequestOutput, in order; every token is of policy version `version`.
+    experts: whether they have to tell to which experts their tokens went.
 
     Raises EngineError if vLLM failed one of them.
     """
     parts = sorted(output.outputs, key=lambda part: part.index)
     prompt = len(output.prompt_token_ids)
-    return [_completion(part, np.full(len(part.token_ids), version, np.int32), prompt) for part in parts]
+    count = prompt if experts else None
+    return [_completion(part, np.full(len(part.token_ids), version, np.int32), count) for part in parts]
 
 
-def read_continued(output: Any, _began_with: int) -> list[Completion]:
+def read_continued(output: Any, _began_with: int, *, experts: bool = False) -> list[Completion]:
     """The G completions of a finished vllm.RequestOutput; vLLM's spans say which version sampled which tokens."""
     parts = sorted(output.outputs, key=lambda part: part.index)
-    return [_completion(part, _versions(part.weight_versions), len(output.prompt_token_ids)) for part in parts]
+    count = len(output.prompt_token_ids) if experts else None
+    return [_completion(part, _versions(part.weight_versions), count) for part in parts]
 
 
 def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
@@ -269,7 +272,8 @@ def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:
     return labels.repeat(np.array([span.end - span.start for span in spans], np.int64))
 
 
-def _completion(part: Any, versions: NDArray[np.int32], prompt: int) -> Completion:
+def _completion(part: Any, versions: NDArray[np.int32], prompt: int | None) -> Completion:
+    """prompt: tokens of the prompt, where the experts of all tokens have to be told; None: they are not."""
     count = len(part.token_ids)
     if part.finish_reason not in _FINISH_REASONS:
         raise EngineError(
@@ -277,14 +281,13 @@ def _completion(part: Any, versions: NDArray[np.int32], prompt: int) -> Completi
             f"after {count} tokens; ask again"
         )
     tokens = np.array(part.token_ids, np.int32)
-    experts = _experts(part.routed_experts, prompt + count - 1)
+    experts = None if prompt is None else _experts(part.routed_experts, prompt + count - 1)
     return Completion(tokens, _flat(part.logprobs, count), part.finish_reason, versions, experts)
 
 
-def _experts(routed: Any, count: int) -> NDArray[np.int16] | None:
+def _experts(routed: Any, count: int) -> NDArray[np.int16]:
     """[count, layers, k]: of the tokens that were computed. Raises EngineError unless there are `count` of them."""
-    if routed is None:
-        return None
+    routed = () if routed is None else routed
     if len(routed) != count:
         raise EngineError(f"vLLM must tell the experts of {count} tokens, got those of {len(routed)}; ask again")
     return np.asarray(routed, np.int16)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -398,7 +399,8 @@ class VllmEngine:
             prepare_cpu_process()
         self._settings = settings
         self._ids = itertools.count()
-        self._read = read_continued if settings.in_flight == "continue" else read_completions
+        read = read_continued if settings.in_flight == "continue" else read_completions
+        self._read = partial(read, experts=settings.records_experts)
         self._thread = EngineThread(settings, arguments)
         if not here:  # the files were downloaded by vLLM just now, so they could not be checked before
             check_model(settings.model)

@@ -162,9 +162,14 @@ class _Choices:
         self._follow(runner)
 
     def _follow(self, runner: Any) -> None:
-        for moe in runner.model.modules():
-            if hasattr(moe, "router") and hasattr(moe, "layer_id"):
-                moe.router.set_capture_fn(partial(self._chosen, moe.layer_id))
+        layers = [moe for moe in runner.model.modules() if hasattr(moe, "router") and hasattr(moe, "layer_id")]
+        if not layers or any(moe.is_monolithic for moe in layers):  # a monolithic kernel asks no router
+            raise EngineError(
+                "rollout.routing_replay: this model's routers are not asked in a way that can be recorded; leave "
+                "routing_replay out"
+            )
+        for moe in layers:
+            moe.router.set_capture_fn(partial(self._chosen, moe.layer_id))
         execute = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **others: Any) -> Any:
@@ -185,17 +190,20 @@ class _Choices:
         """[tokens, layers, k]: of the tokens of a request that were computed since the last call."""
         start, stop = self._told.get(request.request_id, 0), request.num_tokens - 1
         self._told[request.request_id] = stop
-        blocks = np.array(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._group])
+        first = start // self._block
+        blocks = np.array(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._group][first:])
         places = np.arange(start, stop)
-        slots = blocks[places // self._block] * self._block + places % self._block
+        slots = blocks[places // self._block - first] * self._block + places % self._block
         return np.asarray(self._kept[slots])
 
     def build_connector_meta(self, *_: object) -> None:
         """Nothing has to be told to a worker of the same process."""
 
     def request_finished(self, request: Any) -> None:
-        """Forgets a request. One that is preempted tells all of its tokens again."""
-        self._told.pop(request.request_id, None)
+        """Forgets a request that has ended. Of one that is preempted the tokens that were told are not told again,
+        though they are computed again: vLLM's output has them already."""
+        if request.is_finished():
+            self._told.pop(request.request_id, None)
 
     def reset(self) -> None:
         """Choices are overwritten with their slots."""
@@ -209,6 +217,6 @@ def _whole_group(cache: Any) -> tuple[int, int]:
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             return number, int(group.kv_cache_spec.block_size)
     raise EngineError(
-        "rollout.routing_replay: the experts of tokens are recorded where the KV cache keeps them all, and this model "
-        "has no layer of full attention; leave routing_replay out"
+        "rollout.routing_replay: the experts of tokens are recorded where the KV cache keeps all of them, and that of "
+        "this model has no group of alike layers of full attention; leave routing_replay out"
     )

@@ -29,7 +29,6 @@ from learner.model.roles import ScoredRole
 from rollout.data.weight_names import check_adapter
 from rollout.types import Weights
 from tests.learner.model.test_packing_check import random_adapter
-from tests.learner.model.test_policy import make_policy
 from tests.model_rows import ROWS
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]
@@ -44,10 +43,12 @@ def saved(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-def policy_of(path: str, *, rank: Any = 8, adapter: str | None = None, roles: Any = (), targets: Any = None) -> Policy:
+def policy_of(
+    path: str, *, rank: Any = 8, adapter: str | None = None, roles: Any = (), targets: Any = None, **more: Any
+) -> Policy:
     policy = Policy(
         ModelConfig(path=path, adapter=adapter, dtype="float32"), LoraConfig(rank=rank, targets=targets or TARGETS),
-        checkpointing="none", seed=0, device=torch.device("cpu"), roles=roles,
+        seed=0, device=torch.device("cpu"), roles=roles, **{"checkpointing": "none"} | more,
     )  # fmt: skip
     if adapter is None:
         random_adapter(policy)
@@ -246,7 +247,7 @@ ROUTERS = ["qwen3_moe", "gpt_oss", "mixtral", "granitemoe", "olmoe", "qwen2_moe"
 
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_the_experts_that_are_given_are_taken_and_weighed_anew(kind: str, tmp_path: Path) -> None:
-    policy = policy_of(saved(kind, tmp_path), targets="all-linear")
+    policy = policy_of(saved(kind, tmp_path), targets="all-linear", replays_routing=True)
     chosen = chosen_in(policy)
 
     def hidden(experts: Tensor | None = None) -> Tensor:
@@ -274,11 +275,7 @@ def test_replay_holds_where_layers_are_computed_again(tmp_path: Path) -> None:
     given = torch.randint(0, 4, (IDS.shape[1], 2, 1), generator=torch.Generator().manual_seed(1))
     experts = torch.cat([given, (given + 1) % 4], -1).flatten(1).to(torch.int16)
     for checkpointing in ("none", "full"):
-        policy = Policy(
-            ModelConfig(path=path, dtype="float32"), LoraConfig(rank=8), checkpointing=checkpointing, seed=0,
-            device=torch.device("cpu"),
-        )  # fmt: skip
-        random_adapter(policy)
+        policy = policy_of(path, targets="all-linear", checkpointing=checkpointing, replays_routing=True)
         policy.hidden(IDS, experts=experts).square().sum().backward()
         slopes.append({name: weight.grad for name, weight in policy.trained.weights.items()})
     assert slopes[0].keys() == slopes[1].keys()
@@ -288,12 +285,20 @@ def test_replay_holds_where_layers_are_computed_again(tmp_path: Path) -> None:
         torch.testing.assert_close(slopes[1][name], slope, atol=1e-6, rtol=1e-5)
 
 
-def test_a_model_whose_routers_are_not_known_is_refused(tmp_path: Path) -> None:
-    dense = make_policy(str(make_tiny_model(tmp_path)))
-    with pytest.raises(
-        WrongInput, match=r"^rollout.routing_replay: .* and it has no layers with routed experts; leave"
+def test_a_model_whose_routers_are_not_known_is_refused_at_once(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's router chooses without a topk."""
+    for path, words in (
+        (str(make_tiny_model(tmp_path / "dense")), "it has no layers with routed experts"),
+        (saved("phimoe", tmp_path / "phimoe"), r"layers.0.\S+ (chooses by 0 topk|does not say how many)"),
     ):
-        dense.hidden(IDS, experts=torch.zeros(IDS.shape[1], 4, dtype=torch.int16))
+        with pytest.raises(WrongInput, match=f"^rollout.routing_replay: the learner must know .*{words}"):
+            policy_of(path, targets="all-linear", replays_routing=True)
+
+
+def test_experts_of_another_model_are_refused(tmp_path: Path) -> None:
+    policy = policy_of(saved("qwen3_moe", tmp_path), targets="all-linear", replays_routing=True)
+    with pytest.raises(WrongInput, match="a token has 4 of them, where rollouts have 6; leave"):
+        policy.hidden(IDS, experts=torch.zeros(IDS.shape[1], 6, dtype=torch.int16))
 
 
 def test_experts_are_named_in_a_list_and_nowhere_else(tmp_path: Path) -> None:

@@ -314,18 +314,18 @@ def test_the_tokens_are_the_tokenizers() -> None:
     assert max(*TURN, *OPENING, *BETWEEN) < len(CHAT.tokenizer)
 
 
-def test_experts_of_a_row_are_those_of_its_last_turn_which_has_all_before() -> None:
-    def turn(tokens: list[int], computed: int) -> Completion:
-        experts = np.full((computed, 2, 1), len(tokens), np.int16)
+def test_experts_of_a_row_are_those_with_which_its_tokens_were_first_computed() -> None:
+    def turn(tokens: list[int], computed: int, expert: int) -> Completion:
+        experts = np.full((computed, 2, 1), expert, np.int16)
         return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop",
                           np.zeros(len(tokens), np.int32), experts)  # fmt: skip
 
     row = Row((1, 2, 3))
     assert row.all_experts() is None
-    row.sampled(turn([4, 5], 4), 1.0)
+    row.sampled(turn([4, 5], 4, 7), 1.0)
     row.read([6], 0)
-    row.sampled(turn([7], 6), 1.0)
+    row.sampled(turn([7, 7], 7, 8), 1.0)  # computes the tokens before it again, under a newer policy
     row.read([8, 8], 0)
     found = row.all_experts()
     assert found is not None
-    assert found[:, 0, 0].tolist() == [1, 1, 1, 1, 1, 1, -1, -1]  # 3 + 6 tokens, of which the last is not computed
+    assert found[:, 0, 0].tolist() == [7, 7, 7, 7, 8, 8, 8, -1, -1]  # of 3 + 7 tokens the last is not computed

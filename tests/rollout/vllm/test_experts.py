@@ -68,6 +68,34 @@ def test_completions_tell_the_experts_of_all_their_tokens(name: str, tmp_path: P
     assert differing <= count // 200  # where two experts suit a token alike
 
 
+def test_a_request_that_is_preempted_tells_each_token_once(tmp_path: Path) -> None:
+    """A KV cache for a few of the sequences: others give theirs up and are computed again."""
+    from rollout.vllm.engine import VllmEngine
+    from tests.rollout.engine_case import run, settings
+
+    policy = make_policy(str(make_family(tmp_path, "qwen3_moe")))
+    update = update_of(policy, 0)
+    assert isinstance(update, Adapter)
+    engine = VllmEngine(
+        settings(tmp_path, dtype="float32", records_experts=True, kv_cache_bytes=150 << 10, max_model_len=128)
+    )
+    scheduler = engine._thread._turns.engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, list[str]()
+
+    def noted(request: Any, *more: Any, **others: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *more, **others)
+
+    scheduler._preempt_request = noted
+    run(engine.load_adapter(update))
+    found = run(engine.generate(list(range(40, 60)), Sampling(n=8, max_tokens=100, seed=1)))
+    run(engine.close())
+    assert preempted
+    for one in found:
+        assert one.experts is not None
+        assert len(one.experts) == 20 + len(one.token_ids) - 1
+
+
 @pytest.mark.parametrize("more", [{"shards": 2}, {"form": "{}", "truncates": True}])
 def test_experts_are_recorded_on_one_device_without_a_form(more: dict[str, Any]) -> None:
     given: dict[str, Any] = {
