@@ -12,6 +12,7 @@ from tests.flow.run import Run
 APART = 0.2  # nats, of any token in bfloat16; measured 0.04 to 0.06, and 0.09 to 0.66 where the learner chooses itself
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_learner_sends_tokens_where_the_sampler_sent_them(tmp_path: Path) -> None:
     make_family(tmp_path / "model", "qwen3_moe")

@@ -68,7 +68,7 @@ def test_rollouts_of_versions_2_to_4_are_read(version: str, tmp_path: Path) -> N
 def test_what_is_not_whole_of_version_1_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.parquet"
     pq.write_table(group().drop_columns(["seed"]).replace_schema_metadata({"gleaner.schema": "1"}), path)
-    with pytest.raises(ValueError, match="must be 4, got 1"):
+    with pytest.raises(ValueError, match="must be 5, got 1"):
         ledger.read(path)
 
 

@@ -68,6 +68,7 @@ def test_completions_tell_the_experts_of_all_their_tokens(name: str, tmp_path: P
     assert differing <= count // 200  # where two experts suit a token alike
 
 
+@pytest.mark.long
 def test_a_request_that_is_preempted_tells_each_token_once(tmp_path: Path) -> None:
     """A KV cache for a few of the sequences: others give theirs up and are computed again."""
     from rollout.vllm.engine import VllmEngine

@@ -38,7 +38,7 @@ LAYERS = {  # as vLLM fuses them
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "gemma4_dense", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3_moe", "glm4"))]
+    "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma4_dense", "qwen3_moe", "glm4"))]
 )
 def test_sampler_and_learner_are_one_policy(name: str, tmp_path: Path) -> None:
     if name in CHECKPOINTS:

@@ -52,11 +52,16 @@ def moved(path: Path) -> Policy:
 @pytest.mark.parametrize(
     ("kind", "towers"),
     [
-        ("awq", None),
         ("w4a16", "gemma3"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("gptq", None), ("w4a16_zeros", None), ("awq", "qwen3_vl"), ("gptq", "mistral3"))
+            for case in (
+                ("awq", None),
+                ("gptq", None),
+                ("w4a16_zeros", None),
+                ("awq", "qwen3_vl"),
+                ("gptq", "mistral3"),
+            )
         ),
     ],
 )

@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["json_schema", "grammar", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("regex", "choice"))]
+    "kind", ["json_schema", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("grammar", "regex", "choice"))]
 )
 def test_completions_have_the_form_and_the_logprobs_of_the_whole_distribution(kind: str, model: Path) -> None:
     pytest.importorskip("vllm")
