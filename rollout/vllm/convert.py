@@ -254,16 +254,15 @@ def read_completions(output: Any, version: int, *, experts: bool = False) -> lis
     Raises EngineError if vLLM failed one of them.
     """
     parts = sorted(output.outputs, key=lambda part: part.index)
-    prompt = len(output.prompt_token_ids)
-    count = prompt if experts else None
-    return [_completion(part, np.full(len(part.token_ids), version, np.int32), count) for part in parts]
+    prompt = len(output.prompt_token_ids) if experts else None
+    return [_completion(part, np.full(len(part.token_ids), version, np.int32), prompt) for part in parts]
 
 
 def read_continued(output: Any, _began_with: int, *, experts: bool = False) -> list[Completion]:
     """The G completions of a finished vllm.RequestOutput; vLLM's spans say which version sampled which tokens."""
     parts = sorted(output.outputs, key=lambda part: part.index)
-    count = len(output.prompt_token_ids) if experts else None
-    return [_completion(part, _versions(part.weight_versions), count) for part in parts]
+    prompt = len(output.prompt_token_ids) if experts else None
+    return [_completion(part, _versions(part.weight_versions), prompt) for part in parts]
 
 
 def _versions(spans: Sequence[Any]) -> NDArray[np.int32]:

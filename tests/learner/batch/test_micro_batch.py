@@ -53,7 +53,8 @@ def with_experts(group: pa.Table, rows: list[list[list[int]] | None]) -> pa.Tabl
 
 
 def test_experts_lie_where_their_tokens_lie() -> None:
-    """Each token has the experts (10 id, 10 id + 1); of a shared prompt they are those of its longest completion."""
+    """Each token has the experts (10 id, 10 id + 1), but those of a prompt differ from row to row: a packed row has
+    those of the longest completion."""
 
     def of(*ids: int) -> list[list[int]]:
         return [[10 * i, 10 * i + 1] for i in ids]
@@ -61,23 +62,24 @@ def test_experts_lie_where_their_tokens_lie() -> None:
     def even(_: list[int], completion: list[int]) -> list[float]:
         return [-1.0] * len(completion)
 
-    one = with_experts(make_group([1, 2], [[3, 4], [5, 6, 7]], [0.5, 1], even), [of(1, 2, 3), of(1, 2, 5, 6)])
+    one = with_experts(make_group([1, 2], [[3, 4], [5, 6, 7]], [0.5, 1], even), [of(1, 2, 3), of(7, 8, 5, 6)])
     two = with_experts(make_group([8], [[9, 11], [12]], [2, 1], even), [None, of(8)])
     rows = read([one, two])
     assert [None if one is None else one.tolist() for one in rows.experts or []] == [
-        of(1, 2, 3), of(1, 2, 5, 6), None, of(8),
+        of(1, 2, 3), of(7, 8, 5, 6), None, of(8),
     ]  # fmt: skip
     for packed in (True, False):
         every = np.ones(len(rows.lengths))
         (batch,) = micro_batches(rows, np.zeros(len(rows.completions)), every, every > 0, 99, packed=packed)
         assert batch.experts is not None
-        known = {tuple(pair) for pair in of(1, 2, 3, 5, 6, 8)} | {(-1, -1)}
-        told = list(zip(batch.ids.flatten().tolist(), map(tuple, batch.experts.tolist()), strict=True))
-        assert {pair for _, pair in told} <= known
-        assert [pair for token, pair in told if token in (1, 2, 3, 5, 6)] == [
-            tuple(*of(token)) for token, _ in told if token in (1, 2, 3, 5, 6)
-        ]
-        assert [pair for token, pair in told if token == 9] == [(-1, -1)]
+        told = list(zip(batch.ids.flatten().tolist(), batch.experts.tolist(), strict=True))
+        unknown = [[-1, -1]]
+        assert [pair for token, pair in told if token in (1, 2)] == (of(7, 8) if packed else of(7, 8, 1, 2))
+        assert [pair for token, pair in told if token == 8] == (unknown if packed else [*unknown, *of(8)])
+        assert [pair for token, pair in told if token == 9] == unknown
+        for token in (3, 5, 6):
+            assert [pair for other, pair in told if other == token] == of(token)
+        assert all(pair in unknown for token, pair in told if token == 0)  # padding
     assert read([one.slice(0, 0), make_group([1], [[2]], [0], even)]).experts is None
 
 

@@ -227,11 +227,17 @@ def test_the_copy_of_an_adapter_that_is_served_is_looked_at(
         policy_of(str(folder), str(base))
 
 
-def test_an_adapter_of_llama_4_is_served_from_its_copy_alone(tmp_path: Path) -> None:
-    base = make_checkpoint(tmp_path / "base", "llama4")
+def exported(folder: Path, name: str) -> Path:
+    """The adapter of a run on a checkpoint with towers, in folder/a; returns the checkpoint."""
+    base = make_checkpoint(folder / "base", name)
     policy = make_policy(str(base))
     random_adapter(policy)
-    export(policy, tmp_path / "a", str(base))
+    export(policy, folder / "a", str(base))
+    return base
+
+
+def test_an_adapter_of_llama_4_is_served_from_its_copy_alone(tmp_path: Path) -> None:
+    base = exported(tmp_path, "llama4")
     copy = (tmp_path / "a" / "vllm" / WEIGHTS_FILE).read_bytes()
     assert policy_of(str(tmp_path / "a"), str(base)).payload == copy != (tmp_path / "a" / WEIGHTS_FILE).read_bytes()
     shutil.rmtree(tmp_path / "a" / "vllm")
@@ -240,10 +246,7 @@ def test_an_adapter_of_llama_4_is_served_from_its_copy_alone(tmp_path: Path) -> 
 
 
 def test_an_adapter_of_gemma_4_whose_keys_are_values_is_served(tmp_path: Path) -> None:
-    base = make_checkpoint(tmp_path / "base", "gemma4_dense")
-    policy = make_policy(str(base))
-    random_adapter(policy)
-    export(policy, tmp_path / "a", str(base))
+    base = exported(tmp_path, "gemma4_dense")
     copy = (tmp_path / "a" / "vllm" / WEIGHTS_FILE).read_bytes()
     assert policy_of(str(tmp_path / "a"), str(base)).payload == copy
 

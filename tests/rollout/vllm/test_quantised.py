@@ -101,7 +101,7 @@ def test_sampler_and_learner_hold_the_same_weights(kind: str, towers: str | None
         ]
         adapted, base = (float(one.square().mean().sqrt()) for one in apart)
         assert adapted < RMS
-        assert base > 5 * RMS  # the adapter is in force
+        assert base > (10 if towers is None else 5) * RMS  # the adapter is in force
     run(engine.close())
 
 
