@@ -38,8 +38,9 @@ from benchmarks.gpu import system
 from benchmarks.gpu.model import group
 from benchmarks.gpu.rows import Found, Missing, Row, conditions_of, measured, options_of, passed_on, run_all
 from cluster.actor import Shared
-from cluster.memory.shape import GB, SHAPES, Shape
+from cluster.memory.shape import EXPERTS, GB, SHAPES, Shape
 from examples.quantised_checkpoints import make_gpt_oss, make_quantised
+from examples.random_families import make_family
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.model.fusion import fuse
@@ -131,9 +132,9 @@ def forget(place: Place) -> None:
         torch.cuda.empty_cache()
 
 
-async def trained(place: Place, *, base: str = "none", push: str = "adapter") -> tuple[list[int], list[Sent]]:
+async def trained(place: Place, *, base: str = "none", **learner: Any) -> tuple[list[int], list[Sent]]:
     """The probe's tokens, and two policies, each an optimizer step further; the learner's memory is free again."""
-    trainer = learner_of(place, base=base, push=push)
+    trainer = learner_of(place, base=base, **learner)
     ids = np.random.default_rng(1).integers(0, place.shape.vocab, PROBE).tolist()
     sent = []
     for step in range(2):
@@ -174,9 +175,12 @@ def rms(values: np.ndarray[Any, Any]) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
-async def deliver(place: Place, *, base: str = "none", push: str = "adapter", **changes: Any) -> Found:
-    """Start, two pushes with their proofs, and completions whose logprobs the engine's own probe repeats."""
-    ids, sent = await trained(place, base=base, push=push)
+async def deliver(
+    place: Place, *, base: str = "none", push: str = "adapter", lora: Found | None = None, **changes: Any
+) -> Found:
+    """Start, two pushes with their proofs, and completions whose logprobs the engine's own probe repeats. lora: of the
+    learner's settings; changes: of the engine's."""
+    ids, sent = await trained(place, base=base, push=push, lora=lora or {})
     before, started = place.used(), time.perf_counter()
     engine = place.engine(base=base, **changes)
     start_s, taken = time.perf_counter() - started, place.used() - before
@@ -213,6 +217,16 @@ async def deliver_quantised(place: Place, *, kind: str) -> Found:
         make_quantised(folder, kind, hidden_size=wide)
     shape = Shape.from_config(read_json(str(folder), CONFIG), kind)
     return await deliver(replace(place, model=folder, shape=shape, lengths=(PROBE, PROBE), dtype="bfloat16"))
+
+
+async def deliver_experts(place: Place, *, family: str) -> Found:
+    """What `deliver` does, with an adapter of the attention and of all experts that is not merged, on a tiny random
+    model. vLLM holds gpt-oss's pairs of gate and up projection as they are sent, and Qwen3-MoE's taken apart."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", EXPERTS)
+    folder = make_family(place.model.parent / f"experts-{family}", family)
+    shape = Shape.from_config(read_json(str(folder), CONFIG), family)
+    there = replace(place, model=folder, shape=shape, lengths=(PROBE, PROBE))
+    return await deliver(there, lora={"targets": list(targets)}, lora_targets=targets)
 
 
 async def sleep_and_wake(place: Place) -> Found:
@@ -324,6 +338,10 @@ def rows(options: argparse.Namespace) -> list[Row]:
         *(
             Row(f"smoke-{kind}", partial(engine, deliver_quantised, needs, {"kind": kind}))
             for kind, needs in QUANTISED.items()
+        ),
+        *(
+            Row(f"smoke-experts_{family}", partial(engine, deliver_experts, "card", {"family": family}))
+            for family in ("qwen3_moe", "gpt_oss")
         ),
         Row("smoke-oom", partial(engine, run_out_of_memory, "card", {})),
         Row("smoke-alternating", partial(run, [*system.TURNS, "memory.device=24GiB"], "card")),

@@ -176,9 +176,10 @@ MODEL = (
         and (c.model.base == "nf4" or c.arrangement.one_base or c.arrangement.in_shards),
     ),
     Rule(
-        "learner.lora.targets: experts", "needs learner.push=merged: vLLM has no LoRA for experts on a CPU, and what "
-        "it has for cards has not been tried", "set that, or leave experts out", ("learner.push",),
-        lambda c: c.learner.pushes_adapters and c.learner.lora.adapts_experts,
+        "learner.lora.targets: experts", "needs learner.push=merged where generators are on a CPU, for which vLLM has "
+        "no LoRA for experts", "set that, leave experts out, or give generators a card",
+        ("learner.push", "cluster.gpus.generator"),
+        lambda c: c.learner.pushes_adapters and c.learner.lora.adapts_experts and c.cluster.gpus.generator == 0,
     ),
     Rule(
         "model.reference, reference_dtype:", "need learner.loss.beta above 0, without which nothing is held close to a "

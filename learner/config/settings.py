@@ -33,8 +33,8 @@ class LoraConfig(Frozen):
     """The adapter counts alpha / rank times; usually twice the rank. Raise it to let the same weights change more."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Layers that are adapted, by the end of their names. A shorter list takes less memory and learns less. Of a model
-    with experts `all-linear` is the attention alone; `experts` in a list adapts the routed experts, with `push:
-    merged`."""
+    with experts `all-linear` is the attention alone; `experts` in a list adapts the routed experts; with
+    generators on a CPU it needs `push: merged`."""
 
     @field_validator("targets", mode="before")
     @classmethod

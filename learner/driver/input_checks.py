@@ -522,11 +522,11 @@ def check_served(folder: str, key: str, base: str | None) -> None:
 
 
 def check_unmerged(folder: Path, key: str) -> None:
-    """Raises WrongInput if vLLM cannot serve the adapter beside its base: it has no LoRA for experts on a CPU, and what
-    it has for cards has not been tried here."""
+    """Raises WrongInput if the adapter changes experts, for which vLLM has no LoRA on a CPU, and which its server is
+    given merged."""
     if read_content(str(folder), key).get("target_parameters"):
         raise WrongInput(
-            f"{key}: must leave the experts as they are, which vLLM serves merged alone here, and {folder} adapts "
+            f"{key}: must leave the experts as they are, which are served merged alone here, and {folder} adapts "
             "them; merge it (gleaner export RUN OUT), and give the model that it makes"
         )
 
@@ -541,10 +541,10 @@ def follow_adapter(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.model.adapter is None:
         return config, ()
     lora = follow(config.learner.lora, config.model.adapter)
-    if lora.adapts_experts and config.learner.pushes_adapters:
+    if lora.adapts_experts and config.learner.pushes_adapters and config.cluster.gpus.generator == 0:
         raise WrongInput(
-            f"model.adapter: an adapter of experts needs learner.push=merged, {config.model.adapter} is one, and got "
-            "learner.push=adapter; set that, or give an adapter of other layers"
+            f"model.adapter: an adapter of experts needs learner.push=merged where generators are on a CPU, "
+            f"{config.model.adapter} is one, and got learner.push=adapter; set that, or give an adapter of other layers"
         )
     open_fields = [name for name in LoraConfig.model_fields if name not in config.learner.lora.model_fields_set]
     followed = ", ".join(f"{name} {getattr(lora, name)}" for name in open_fields)

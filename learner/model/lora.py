@@ -421,7 +421,7 @@ def _attention(known: list[str], wanted: Wanted) -> list[str]:
         )
     if wanted == "all-linear":
         log.warning("learner.lora.targets: all-linear of a model with experts is its attention (%s); a list that also "
-                    "has %s adapts them, too, with learner.push=merged", ", ".join(there), EXPERTS)  # fmt: skip
+                    "has %s adapts them, too (on a CPU with push=merged)", ", ".join(there), EXPERTS)  # fmt: skip
         return there
     for target in wanted:
         if target != EXPERTS and target.rpartition(".")[2] not in there:

@@ -48,7 +48,7 @@ from learner.driver.memory import Budgets, cards_present, settle, settled, size_
 from learner.driver.metrics import CUT, NEARLY_ALL, cut_off
 from learner.driver.preflight import Untokenised
 from learner.driver.roles import started, worker_spec
-from learner.model.adapter_config import PEFT_RANK, read_content, served
+from learner.model.adapter_config import PEFT_RANK, read_content, served, targets_of
 from rewards.base import tagged, text_of
 from rewards.built_in.number import last_number, parse_number
 from rewards.config import functions_of
@@ -260,14 +260,15 @@ class EvaluatedWorker:
         check_digest(self._policy, worker.name, receipt.digest)
 
 
-def policy_of(adapter: str | None, base: str) -> Adapter | Weights:
+def policy_of(adapter: str | None, base: str, *, on_card: bool = False) -> Adapter | Weights:
     """Returns the policy to evaluate: the adapter of a folder in PEFT's format for that base, or without a folder the
-    model's own weights. Raises WrongInput if the adapter cannot be served."""
+    model's own weights. Raises WrongInput if the adapter cannot be served. on_card: whether generators have one."""
     if adapter is None:
         return Weights.unchanged(0)
     check_served(adapter, "--adapter", base)
     folder = served(Path(adapter))
-    check_unmerged(folder, "--adapter")
+    if not on_card:
+        check_unmerged(folder, "--adapter")
     return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
 
 
@@ -342,10 +343,10 @@ async def _workers(
 
 def _alone(spec: WorkerSpec, policy: Adapter | Weights) -> WorkerSpec:
     """Returns the specification of a generator that gets only this policy, and has no learner on its device."""
-    rank, targets = 0, ()
+    rank, targets = 0, tuple[str, ...]()
     if isinstance(policy, Adapter):
         rank = policy.config.get("r", PEFT_RANK)
-        targets = tuple(sorted({name.rpartition(".")[2] for name in policy.config["target_modules"]}))
+        targets = tuple(targets_of(policy.config))
     engine = replace(
         spec.engine, max_lora_rank=rank, lora_targets=targets, adapter_window=2, in_flight="finish", sleeps=False,
         shares_base=False, room=0,
@@ -538,7 +539,7 @@ def _whole(config: RunConfig, chat: Renderer) -> list[Problem]:
 def _policy(adapter: str | None, config: RunConfig, chat: Chat, note: Callable[[str], None]) -> Adapter | Weights:
     """Raises WrongInput."""
     found = Findings()
-    policy = found.of(policy_of, adapter, config.model.source)
+    policy = found.of(partial(policy_of, on_card=config.cluster.gpus.generator > 0), adapter, config.model.source)
     for line in found.of(adapter_notes, adapter, "--adapter", config.model.path, chat) or ():
         note(line)
     found.finish()

@@ -13,6 +13,7 @@ import torch
 
 from cluster.errors import WrongInput
 from cluster.memory.generator import BLOCK_CPU, PREFILL_TOKENS
+from cluster.memory.shape import EXPERTS
 from rollout.architecture import ATTENTION, has_experts
 from rollout.data.model_files import CONFIG, joined, read_json, split
 from rollout.engine import EngineSettings
@@ -57,7 +58,8 @@ def lora_arguments(model: str, targets: Sequence[str], revision: str | None = No
     """Keyword arguments of vllm.EngineArgs that say which layers get LoRA kernels. Without them vLLM would also put
     LoRA kernels around the output embedding, and run them in every step.
 
-    targets: see EngineSettings.lora_targets; in a model with experts only the attention is adapted.
+    targets: see EngineSettings.lora_targets; in a model with experts only the attention is adapted, and the experts if
+    they are named.
 
     Raises WrongInput if vLLM does not serve the model with LoRA. Only vLLM's own classes can be asked; a name that vLLM
     serves by transformers' code is not checked.
@@ -66,10 +68,16 @@ def lora_arguments(model: str, targets: Sequence[str], revision: str | None = No
     from vllm.model_executor.models.interfaces import supports_lora
 
     config = served_config(joined(model, revision))
-    for name in config.architectures or ():
-        entry = ModelRegistry.models.get(name)
-        if entry is not None and not supports_lora(entry.load_model_cls()):
+    known = [name for name in config.architectures or () if name in ModelRegistry.models]
+    kinds = {name: ModelRegistry.models[name].load_model_cls() for name in known}
+    for name, kind in kinds.items():
+        if not supports_lora(kind):
             raise WrongInput(without_lora(name, model))
+    if has_experts(config.to_dict()) and EXPERTS in targets:
+        # PEFT has the gate and up projections of all experts in one pair. vLLM's kernel takes that where a model's
+        # class says so, and else turns it into a pair for each.
+        as_one = any(getattr(kind, "is_3d_moe_weight", False) for kind in kinds.values())
+        return {"lora_target_modules": [*ATTENTION, EXPERTS], "enable_mixed_moe_lora_format": not as_one}
     if has_experts(config.to_dict()):
         return {"lora_target_modules": list(ATTENTION)}
     return {"lora_target_modules": list(targets) or _linear_layers(config)}
@@ -193,6 +201,10 @@ def _check_cpu(settings: EngineSettings) -> None:
     """Raises ValueError for settings that vLLM does not support on this CPU."""
     if settings.sleeps:
         raise ValueError("sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)")
+    if EXPERTS in settings.lora_targets:
+        raise ValueError(
+            "lora_targets: vLLM has LoRA for experts on CUDA only; leave experts out, or push whole weights"
+        )
     if settings.kv_cache_dtype == "fp8" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         raise ValueError("kv_cache_dtype: fp8 on a CPU needs one with AVX-512 (vLLM); set rollout.kv_cache_dtype=auto")
 

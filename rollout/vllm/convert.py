@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.files import digest_of, writing
+from rollout.data.weight_names import EXPERTS_PAIR
 from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
 from rollout.weights import header_of
 
@@ -244,6 +245,7 @@ def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
         lora_int_id=adapter.lora_id,
         lora_path=str(adapter.folder),
         load_inplace=load_inplace,
+        is_3d_lora_weight=any(EXPERTS_PAIR.search(key) for key in adapter.keys),
     )
 
 

@@ -1,5 +1,6 @@
-"""Experts on vLLM's CPU build: renews its packed copy of their weights when whole weights are loaded again, reads the
-copy back, and records to which experts tokens go.
+"""Experts in vLLM. Reads an adapter of experts back from a card's LoRA slots. On vLLM's CPU build: renews its packed
+copy of the experts' weights when whole weights are loaded again, reads the copy back, and records to which experts
+tokens go.
 
 This was read in vLLM 0.32 (layers/fused_moe: unquantized_fused_moe_method.py, routed_experts.py, experts/cpu_moe.py;
 model_loader/reload). RoutedExperts holds a layer's experts in w13_weight [E, 2I, H], gate above up, and w2_weight
@@ -22,6 +23,56 @@ from torch import Tensor
 
 from rollout.types import EngineError
 from rollout.weights import columns_of
+
+# LoRA on experts, which vLLM has on a card. An adapter has two pairs for a layer's experts (learner.model.experts):
+# that of gate and up projection is called experts.base_layer, that of the down projection experts.
+
+
+class Slots(NamedTuple):
+    """What one slot of vLLM's LoRA kernel for a layer's experts holds, in PEFT's layout, E experts of rank r.
+
+    gate_up: A [E r, H] and B [2I, r E]. down: A [E r, I] and B [H, r E]. rest: whatever else in the slot would change
+    outputs; 0 elements if nothing would.
+    """
+
+    gate_up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+    rest: Tensor
+
+
+def experts_slots(adapted: Any, slot: int, rank: int) -> Slots | None:
+    """Reads a slot of a layer of vLLM's (lora/layers/fused_moe.py); None if the layer is not of experts, or holds a
+    part of them.
+
+    rank: the adapter's; 0: the slot must be empty.
+
+    vLLM keeps A and B of gate and up projection as one (gpt-oss, whose rows alternate) or each by itself, and then A
+    twice.
+    """
+    if not hasattr(adapted, "w13_lora_a_stacked") or adapted.tp_size > 1 or adapted.use_ep:
+        return None
+    of_a = [stack[slot] for stack in adapted.w13_lora_a_stacked]
+    of_b = [stack[slot] for stack in adapted.w13_lora_b_stacked]
+    a, b = adapted.w2_lora_a_stacked[0][slot], adapted.w2_lora_b_stacked[0][slot]
+    rows = torch.cat(of_b, 1)  # [E, 2I, R]: gate above up
+    rest = [columns[..., rank:].flatten() for columns in (rows, b)]
+    rest += [(own - of_a[0])[:, :rank].flatten() for own in of_a[1:]]
+    if not any(number.any() for number in rest):
+        rest = []
+    return Slots(
+        (_rows_of(of_a[0], rank), _columns_of(rows, rank)), (_rows_of(a, rank), _columns_of(b, rank)),
+        torch.cat(rest) if rest else torch.empty(0),
+    )  # fmt: skip
+
+
+def _rows_of(a: Tensor, rank: int) -> Tensor:
+    """[E r, in], rows by expert, then rank, of a stack [E, R, in]."""
+    return a[:, :rank].flatten(0, 1)
+
+
+def _columns_of(b: Tensor, rank: int) -> Tensor:
+    """[out, r E], columns by rank, then expert, of a stack [E, out, R]."""
+    return b[..., :rank].permute(1, 2, 0).flatten(1)
 
 
 def renew_packed_experts() -> None:

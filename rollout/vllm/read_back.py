@@ -24,7 +24,7 @@ from cluster.telemetry import peak_memory
 from rollout.types import Held
 from rollout.vllm.convert import Resident
 from rollout.vllm.cpu import forget_packed
-from rollout.vllm.experts import Expert, expert_of
+from rollout.vllm.experts import Expert, expert_of, experts_slots
 from rollout.weights import columns_of, columns_read, digests_of, in_pairs, turned_heads
 
 # A model spread over several worker processes, each with a device of its own: vLLM's tensor parallelism.
@@ -287,14 +287,19 @@ def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
     slot = manager.lora_index_to_id.index(newest.lora_id)
     keys = _keys_by_module(manager.model, newest.keys)
     tensors = digests_of((name, tensor.to(dtype)) for name, tensor in _slots(manager, slot, keys, newest.rank))
-    unread = {
-        key
-        for name, layer in manager.modules.items()
-        if not _is_linear(layer)
-        for module in manager.packed_modules.get(name, [name])
+    known = {
+        key for name, layer in manager.modules.items()
+        for module in (*manager.packed_modules.get(name, ()), *_pairs_of_experts(name))
         for key in keys.get(module, {}).values()
-    }
-    return Held(tensors, tuple(sorted(unread)))
+        if not _is_linear(layer)
+    }  # fmt: skip
+    return Held(tensors, tuple(sorted(known - tensors.keys())))
+
+
+def _pairs_of_experts(name: str) -> tuple[str, str]:
+    """The names of the pairs of gate and up projection, and of the down projection, of the experts `name`. The second
+    is that of the module."""
+    return f"{name}.base_layer", name
 
 
 def _keys_by_module(model: Any, keys: frozenset[str]) -> dict[str, dict[bool, str]]:
@@ -312,6 +317,7 @@ def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int)
     """Each tensor of the adapter in its slot, and under a name of its own whatever else there would change outputs."""
     for name, layer in manager.modules.items():
         if not _is_linear(layer):
+            yield from _slots_of_experts(name, layer, slot, keys, rank)
             continue
         forget_packed(layer.lora_a_stacked)  # so that later products use the very values that are read here
         parts = manager.packed_modules.get(name, [name])
@@ -326,6 +332,20 @@ def _slots(manager: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int)
                 yield f"{part} beyond what was sent", rest
 
 
+def _slots_of_experts(name: str, layer: Any, slot: int, keys: dict[str, dict[bool, str]], rank: int) -> Named:
+    """What `_slots` yields of a layer of experts; nothing of a layer that cannot be read."""
+    pairs = [keys.get(one) for one in _pairs_of_experts(name)]
+    found = experts_slots(layer, slot, rank if all(pairs) else 0)
+    if found is None:
+        return
+    for pair, halves in zip(pairs, (found.gate_up, found.down), strict=True):
+        if pair:
+            yield pair[True], halves[0]
+            yield pair[False], halves[1]
+    if found.rest.numel():
+        yield f"{name} beyond what was sent", found.rest
+
+
 def _by_part(parts: Sequence[str], layer: Any) -> Iterator[tuple[str, Tensor, Sequence[Tensor]]]:
     """Each layer that is fused in this one, with its slots for A, and for B by slices. The first may be several slices
     with the same A, as Qwen3.5's in_proj_qkv is three of the four slices of in_proj_qkvz."""
@@ -337,7 +357,8 @@ def _by_part(parts: Sequence[str], layer: Any) -> Iterator[tuple[str, Tensor, Se
 
 def _is_linear(layer: Any) -> bool:
     """Whether the layer's LoRA slots are pairs (A [slots, 1, rank, in], B [slots, 1, out, rank]), one for each layer
-    fused in it. Fused experts have other slots, as have embedding and head, which gleaner's adapters do not change."""
+    fused in it. Experts have other slots (rollout.vllm.experts.Slots), as have embedding and head, which gleaner's
+    adapters do not change."""
     stacks = getattr(layer, "lora_a_stacked", None)
     return isinstance(stacks, tuple) and all(stack.dim() == 4 and stack.shape[1] == 1 for stack in stacks)
 

@@ -56,7 +56,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
             "vllm.model_executor.layers.linear.ColumnParallelLinear",
             "vllm.model_executor.layers.linear.RowParallelLinear",
         ),
-        "entry": ("vllm.model_executor.models.registry._BaseRegisteredModel",),
         "ModelRegistry.models": PLAIN,
         **dict.fromkeys(
             ("a[]", "b[]", "stack", "weight", "parts", "module.bias", "module.weight", "head.weight"), PLAIN
@@ -104,6 +103,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/experts.py": {
         **dict.fromkeys(("method", "self", "layer.quant_method"), (f"{_MOE}.unquantized_fused_moe_method.{_METHOD}",)),
         "kernel": (f"{_MOE}.experts.cpu_moe.CPUUnquantizedExperts",),
+        "adapted": ("vllm.lora.layers.fused_moe.FusedMoEWithLoRA",),
         "layer": (f"{_MOE}.routed_experts.RoutedExperts",),
         "layer.moe_config": (f"{_MOE}.config.FusedMoEConfig",),
         "layer.moe_config.moe_parallel_config": (f"{_MOE}.config.FusedMoEParallelConfig",),

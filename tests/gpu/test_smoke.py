@@ -11,7 +11,7 @@ import pytest
 
 ROWS = (
     "engine", "slices", "kernels", "shared", "sleep", "merged", "nf4", "continue", "fp8", "w4a16", "gptq", "awq",
-    "fp8_channel", "fp8_block", "mxfp4", "oom", "alternating",
+    "fp8_channel", "fp8_block", "mxfp4", "experts_qwen3_moe", "experts_gpt_oss", "oom", "alternating",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def add(a: int, b: int) -> int:
 '''
 
 
-def test_an_adapter_of_experts_is_gone_on_with_in_a_run_that_pushes_merged_weights(tmp_path: Path) -> None:
+def test_an_adapter_of_experts_is_gone_on_with_by_merged_weights_or_on_a_card(tmp_path: Path) -> None:
     content = {
         "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -56,10 +56,13 @@ def test_an_adapter_of_experts_is_gone_on_with_in_a_run_that_pushes_merged_weigh
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     (tmp_path / "adapter_model.safetensors").touch()
     model = {"path": MODEL, "dtype": "float32", "adapter": str(tmp_path)}
-    with pytest.raises(WrongInput, match=r"^model.adapter: an adapter of experts needs learner.push=merged, .*; set"):
+    with pytest.raises(
+        WrongInput, match=r"^model.adapter: an adapter of experts needs learner.push=merged where .*; set"
+    ):
         follow_adapter(configure(model=model))
-    followed, _ = follow_adapter(configure(model=model, learner={"push": "merged"}))
-    assert followed.learner.lora.targets == ["experts", "q_proj"]
+    for more in ({"learner": {"push": "merged"}}, {"cluster": {"gpus": {"generator": 1.0}}}):
+        followed, _ = follow_adapter(configure(model=model, **more))
+        assert followed.learner.lora.targets == ["experts", "q_proj"]
 
 
 def env_config(env: dict[str, Any], **rollout: Any) -> RunConfig:

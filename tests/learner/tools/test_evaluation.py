@@ -22,13 +22,17 @@ from cluster.actor import Local, Unusable
 from cluster.config import Deadlines
 from cluster.errors import WrongInput
 from learner.config import RunConfig, roles
+from learner.config.arrangement import ARRANGEMENTS
 from learner.driver.evaluate import generate
+from learner.driver.memory import Budgets
+from learner.driver.roles import worker_spec
 from learner.model.export import export
 from learner.tools.cli import main
 from learner.tools.eval_command import EvalProgress
 from learner.tools.evaluation import (
     EvaluatedWorker,
     Sampled,
+    _alone,
     _asked,
     _without_learner,
     answer_of,
@@ -45,7 +49,7 @@ from learner.tools.evaluation import (
 )
 from rollout.fakes import FakeEngine, FakeWorker, make_group, make_problem
 from rollout.schema import Problem, groups_of
-from rollout.types import Sampling, Weights
+from rollout.types import Adapter, Sampling, Weights
 from tests.learner.model import test_experts as experts
 
 
@@ -330,8 +334,14 @@ def test_an_evaluation_that_fails_before_it_begins_has_no_bar() -> None:
     assert said.getvalue() == ""
 
 
-def test_adapted_experts_are_evaluated_merged(tmp_path: Path) -> None:
+def test_adapted_experts_are_evaluated_merged_or_on_a_card(tmp_path: Path) -> None:
     path = experts.saved("qwen3_moe", tmp_path / "model")
     export(experts.policy_of(path), tmp_path / "adapter", path)
     with pytest.raises(WrongInput, match=r"^--adapter: must leave the experts as they are, .* merge it "):
         policy_of(str(tmp_path / "adapter"), path)
+    on_card = policy_of(str(tmp_path / "adapter"), path, on_card=True)
+    assert isinstance(on_card, Adapter)
+    config = RunConfig.model_validate({"model": {"path": path}, "data": {"path": "x"}, "rewards": ["format"]})
+    budgets = Budgets(config.learner, 12345, 11, None, 0, ARRANGEMENTS["separate"], None, "")
+    spec = _alone(worker_spec(config, 0, budgets), on_card)
+    assert spec.engine.lora_targets == ("experts", "k_proj", "o_proj", "q_proj", "v_proj")

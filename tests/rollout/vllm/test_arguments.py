@@ -43,6 +43,21 @@ def test_only_layers_that_an_adapter_changes_get_lora_kernels(
     assert lora_arguments(str(make_family(tmp_path, name)), targets) == {"lora_target_modules": layers}
 
 
+@pytest.mark.parametrize(("name", "apart"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
+def test_experts_that_are_named_get_lora_kernels_on_a_card(name: str, apart: bool, tmp_path: Path) -> None:
+    """apart: whether vLLM has to take the pair of gate and up projection apart."""
+    found = lora_arguments(str(make_family(tmp_path, name)), ("q_proj", "experts"))
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]
+    assert found == {"lora_target_modules": layers, "enable_mixed_moe_lora_format": apart}
+
+
+def test_experts_have_no_lora_kernels_on_a_cpu(tmp_path: Path) -> None:
+    wanted = settings(tmp_path, lora_targets=("q_proj", "experts"))
+    with pytest.raises(ValueError, match="^lora_targets: vLLM has LoRA for experts on CUDA only; leave experts out"):
+        engine_arguments(wanted, cuda=False)
+    assert engine_arguments(wanted, cuda=True)["lora_target_modules"] == ["q_proj", "experts"]
+
+
 @pytest.mark.parametrize(
     ("kind", "keeps"),
     [("nemotron_h", True), ("jamba", True), ("olmo_hybrid", True), ("gemma2", False), ("olmo", False)],

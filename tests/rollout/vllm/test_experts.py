@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from examples.random_families import make_family
 from learner.model.export import update_of
 from rollout.engine import EngineSettings
 from rollout.types import Adapter, Sampling
+from rollout.vllm.read_back import _slots
 from tests.learner.model.test_experts import chosen_in
 from tests.learner.model.test_packing_check import random_adapter
 from tests.learner.model.test_policy import make_policy
@@ -34,6 +36,88 @@ def test_places_are_those_of_the_kernels_packing(shape: tuple[int, int], dtype: 
     places = _places(*shape, dtype, "vec").long()
     for one, own in zip(packed, weights, strict=True):
         assert torch.equal(one.flatten()[places].view(shape), own)
+
+
+E, R, HIDDEN, INNER = 3, 2, 8, 6
+
+
+def slots_on_a_card(as_one: bool, sent: dict[str, torch.Tensor]) -> Any:
+    """vLLM's LoRA layer of a layer's experts with the pairs in slot 1. Its kernel, which a CPU lacks, is left out;
+    what takes the pairs apart and fills the slots is vLLM's own."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.model_manager import LoRAModelManager
+
+    kind = FusedMoE3DWithLoRA if as_one else FusedMoEWithLoRA
+    layer: Any = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    parallel = SimpleNamespace(use_ep=False, ep_rank=0)
+    layer.moe_config = SimpleNamespace(
+        hidden_dim=HIDDEN, num_local_experts=E, num_experts=E, moe_parallel_config=parallel,
+        intermediate_size_per_partition=INNER,
+    )  # fmt: skip
+    layer.tp_size, layer.tp_rank, layer.device, layer._w13_slices = 1, 0, torch.device("cpu"), 1 if as_one else 2
+    layer.enable_moe_shared_loras = False
+    layer.create_lora_weights(2, LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.float32), GPT_OSS)
+    pairs = {
+        name: LoRALayerWeights(name, R, 2 * R, sent[f"{name}.lora_A"], sent[f"{name}.lora_B"].clone())
+        for name in ("experts.base_layer", "experts")
+    }
+    for pair in pairs.values():
+        pair.optimize()  # as on loading: alpha / r goes into B
+    manager = SimpleNamespace(
+        _get_lora_layer_weights=lambda model, name: model.get(name), _is_3d_moe_model=as_one,
+        model=SimpleNamespace(config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])),
+    )  # fmt: skip
+    filled: Any = LoRAModelManager._stack_moe_lora_weights if as_one else LoRAModelManager._convert_3d_to_2d_moe_lora
+    model = _Popping(pairs)
+    filled(manager, model, layer, "experts")
+    layer.set_lora(1, pairs["experts"].lora_a, pairs["experts"].lora_b)
+    return layer
+
+
+GPT_OSS: Any = SimpleNamespace(architectures=["GptOssForCausalLM"])
+
+
+class _Popping(dict[str, Any]):
+    """Pairs by name, as vLLM's LoRAModel has them."""
+
+    @property
+    def loras(self) -> dict[str, Any]:
+        return self
+
+
+@pytest.mark.parametrize("as_one", [False, True])
+def test_an_adapter_of_experts_is_read_back_from_the_slots_of_a_card(as_one: bool) -> None:
+    """And they hold what PEFT adds to each expert's matrix, alpha / r = 2 times B_e A_e."""
+    random = torch.Generator().manual_seed(3)
+    shapes = {
+        "experts.base_layer.lora_A": (E * R, HIDDEN), "experts.base_layer.lora_B": (2 * INNER, R * E),
+        "experts.lora_A": (E * R, INNER), "experts.lora_B": (HIDDEN, R * E),
+    }  # fmt: skip
+    sent = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    layer = slots_on_a_card(as_one, sent)
+
+    keys = {name: {True: f"{name}.lora_A", False: f"{name}.lora_B"} for name in ("experts.base_layer", "experts")}
+    manager = SimpleNamespace(modules={"experts": layer}, packed_modules={"experts": ["experts.0.gate_proj"]})
+    found = dict(_slots(manager, 1, keys, R))
+    assert found.keys() == sent.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, sent[name] * (2 if name.endswith("B") else 1)), name
+    for e in range(E):
+        a, b = sent["experts.base_layer.lora_A"].view(E, R, HIDDEN)[e], sent["experts.base_layer.lora_B"][:, e::E]
+        rows = torch.cat([stack[1, e] for stack in layer.w13_lora_b_stacked])
+        assert torch.allclose(rows @ layer.w13_lora_a_stacked[-1][1, e], 2 * b @ a, atol=1e-5)
+
+    layer.w2_lora_b_stacked[0][1, 2, 0, R] = 1.0  # a column beyond the rank
+    assert "experts beyond what was sent" in dict(_slots(manager, 1, keys, R))
+    layer.w2_lora_b_stacked[0][1, 2, 0, R] = 0.0
+    layer.w13_lora_a_stacked[-1][1, 0, 0, 0] += 1.0
+    wrong = dict(_slots(manager, 1, keys, R))
+    assert as_one != ("experts beyond what was sent" in wrong)  # the second copy of A is not the first
+    assert as_one != torch.equal(wrong["experts.base_layer.lora_A"], sent["experts.base_layer.lora_A"])
+    assert set(dict(_slots(manager, 1, {}, R))) == {"experts beyond what was sent"}  # an adapter of other layers
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.long)])
