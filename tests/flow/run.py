@@ -10,7 +10,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def vowels(prompts, completions, **columns):
 def environment(marker: str) -> dict[str, str]:
     """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
     own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(own)} | {"XDG_GLEANER_MARK": marker}
+    added = {"XDG_GLEANER_MARK": marker, "PYTHONFAULTHANDLER": "1"}
+    return {k: v for k, v in os.environ.items() if not k.startswith(own)} | added
 
 
 class Run:
@@ -80,9 +81,45 @@ class Run:
     def finish(self, *overrides: str) -> str:
         """Runs to the end, which must be a good one; returns what was printed."""
         process = self.start(*overrides)
-        output, _ = process.communicate(timeout=300)
+        output, _ = self.communicate(process, 300)
         assert process.returncode == 0, output
         return output
+
+    def gleaner(self, *words: str, cwd: Path | None = None) -> str:
+        """What a command of gleaner prints to stdout, which must succeed."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "learner.tools.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env=self.environment(), cwd=cwd,
+        )  # fmt: skip
+        output, errors = self.communicate(process, 200)
+        assert process.returncode == 0, f"{output}\n{errors}"
+        return output
+
+    def communicate(self, process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+        """What the process printed. If it does not end in time, fails with the stacks of all processes of this run."""
+        try:
+            return process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            stacks = self._stacks(process.pid)
+            process.kill()
+            output, errors = process.communicate()
+            raise AssertionError(f"no end within {seconds} s\n{stacks}\n{output}\n{errors}") from None
+
+    def _stacks(self, driver: int) -> str:
+        """Ends all processes of this run by SIGABRT, at which Python's fault handler writes the stacks: those of Ray's
+        workers into Ray's logs, that of the driver to its stderr. Returns the logs' ends."""
+        found = self.processes()
+        for pid in sorted(found, key=lambda pid: pid == driver):  # the driver last: it removes the logs
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if pid == driver else signal.SIGABRT)
+        time.sleep(2)
+        logs = [path for folder in Path("/tmp").glob(f"gl-{driver}-*") for path in folder.glob("r/session_2*/logs/*.*")]
+        told = [f"{pid}: {line[:150]}" for pid, line in found.items()]
+        told += [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs if path.stat().st_size]
+        os.kill(driver, signal.SIGABRT)
+        os.kill(driver, signal.SIGCONT)
+        time.sleep(2)
+        return "\n".join(told)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far."""

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +71,9 @@ def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
 
 def _evaluated_alone_it_scores_as_in_the_run(run: Run, accuracy: float) -> None:
     """From another folder than that in which it was started."""
-    words = ["-m", "learner.tools.cli", "eval", "--run", str(run.folder), "--samples", "2", "--json"]
     rows = run.folder / "eval.parquet"
-    told = subprocess.run(
-        [sys.executable, *words, "--save", str(rows)], capture_output=True, text=True, check=True,
-        env=run.environment(), timeout=200, cwd=run.folder,
-    )  # fmt: skip
-    found = json.loads(told.stdout)
+    words = ["eval", "--run", str(run.folder), "--samples", "2", "--json", "--save", str(rows)]
+    found = json.loads(run.gleaner(*words, cwd=run.folder))
     assert found["metrics"]["greedy"]["value"] == pytest.approx(accuracy, abs=1e-6)
     assert found["adapter_digest"] == digest_of(run.folder / "adapter" / "adapter_model.safetensors")["sha256"]
     assert {"mean@2", "pass@1", "pass@2", "majority@2"} < set(found["metrics"])
@@ -88,12 +82,8 @@ def _evaluated_alone_it_scores_as_in_the_run(run: Run, accuracy: float) -> None:
 
 
 def _replayed_it_leads_to_the_same_policies(run: Run) -> None:
-    words = ["-m", "learner.tools.cli", "replay", str(run.folder), "--json"]
-    told = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=run.environment(), timeout=200, check=False
-    )
-    found = json.loads(told.stdout)
-    assert (told.returncode, found["same"], found["to"]) == (0, True, 4), found
+    found = json.loads(run.gleaner("replay", str(run.folder), "--json"))
+    assert (found["same"], found["to"]) == (True, 4), found
 
 
 def _exported_it_is_a_model_that_says_the_same(run: Run, merged: Any, out: Path) -> None:
