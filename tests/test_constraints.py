@@ -1,0 +1,70 @@
+"""The task of the demo with a real model: what is held out, and what its rewards count as kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.constraints import make
+from examples.constraints.rewards import constraint, shuffled
+
+ABOUT = "A kite is light and flies high above the green hills in the wind"  # an answer without an end
+
+
+def scored(kind: str, value: str, text: str, topic: str = "kites") -> float:
+    (score,) = constraint([], [[{"role": "assistant", "content": text}]], [kind], [value], [topic])
+    return float(score)
+
+
+def test_the_files_are_what_the_command_writes() -> None:
+    assert {name: (make.HERE / name).read_text() for name in make.files()} == make.files()
+
+
+def test_nothing_held_out_is_in_a_training_prompt() -> None:
+    train, held = (
+        [json.loads(line) for line in (make.HERE / name).read_text().splitlines()]
+        for name in ("train.jsonl", "held_out.jsonl")
+    )
+    assert (len(train), len(held)) == (360, 120)
+    prompts = " ".join(row["question"] for row in train)
+    assert not {row["topic"] for row in held} & {row["topic"] for row in train}
+    assert not [row for row in held if f" {row['topic']}" in prompts]
+    for kind in make.KINDS.values():
+        assert not set(kind.wordings) & set(kind.held_wordings)
+        assert not set(kind.values) & set(kind.held_values) - {""}
+    assert not [row["value"] for row in held if row["value"] and not row["value"].isdigit() and row["value"] in prompts]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "kept", "broken"),
+    [
+        ("bullets", "2", f"* {ABOUT}\n* I love it", [f"* {ABOUT}", f"* {ABOUT}\n* So\n* It is", f"- {ABOUT}\n- b c"]),
+        ("title", "", f"<<Kites>>\n{ABOUT}.", [f"Kites\n{ABOUT}.", "<<Kites>>\nThey fly.", f"<<Kites>>\n{ABOUT}"]),
+        ("phrase", "I hope so.", f"{ABOUT}. I hope so.", [f"{ABOUT}.", "A kite. I hope so.", f"I hope so. {ABOUT}."]),
+        ("start", "To me", f"To me {ABOUT}.", [f"{ABOUT}.", "To me kites fly.", f"Well: To me {ABOUT}."]),
+        ("keyword", "hills", f"{ABOUT}.", [ABOUT, f"{ABOUT}.".replace("hills", "hillside")]),
+        ("sentences", "two sentences", f"{ABOUT}. I like it!", [f"{ABOUT}.", f"{ABOUT}. A. B."]),
+        ("postscript", "", f"{ABOUT}. P.S. It is fun", [f"P.S. {ABOUT}", f"{ABOUT}. P.S.", f"{ABOUT}. P.S. P.S. I am"]),
+        ("no_comma", "", f"{ABOUT}.", [f"{ABOUT}, too.", ABOUT]),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_constraint(kind: str, value: str, kept: str, broken: list[str]) -> None:
+    assert scored(kind, value, kept) == 1.0
+    assert [scored(kind, value, text) for text in broken] == [0.0] * len(broken)
+    assert scored(kind, value, kept, topic="chess") == 0.0
+
+
+def test_shuffled_rewards_are_the_same_ones_in_another_order() -> None:
+    completions: list[Any] = [[{"content": f"{ABOUT}{end}"}] for end in [".", "", "."] + [""] * 5]
+    columns = (["no_comma"] * 8, [""] * 8, ["kites"] * 8)
+    own, found = constraint([], completions, *columns), shuffled([], completions, *columns)
+    assert (sorted(found), found) == (sorted(own), shuffled([], completions, *columns))
+    assert found != own
+
+
+def test_the_demo_reads_these_files() -> None:
+    text = (Path(__file__).parents[1] / "configs" / "real_cpu.yaml").read_text()
+    assert all(f"examples/constraints/{name}" in text for name in make.files())
