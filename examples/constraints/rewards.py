@@ -5,39 +5,49 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-WORDS = 8  # different ones that an answer has at least, beside what the constraint itself asks for
+WORDS = 8  # different ones, of 3 letters or more, that an answer has at least beside what the constraint asks for
+COPIED = 5  # so many words in a row that the prompt has too are no answer, but a copy of it
 NUMBERS = {"one": 1, "two": 2, "three": 3}
-END = re.compile(r"[.!?](?=\s|$)")
+END = re.compile(r"[.!?][\"')*]*(?=\s|$)")
 Texts = list[str]
 
 
 def constraint(prompts: list[Any], completions: list[Any], kind: Texts, value: Texts, topic: Texts, **_: Any) -> Any:
-    """1.0 if the completion keeps the constraint, speaks of the topic and is an answer, else 0.0."""
+    """1.0 if the completion keeps the constraint, speaks of the topic and is an answer of its own, else 0.0."""
     texts = [completion[0]["content"].strip() for completion in completions]
-    return [float(_kept(*asked)) for asked in zip(texts, kind, value, topic, strict=True)]
+    asked = [_words(prompt[-1]["content"]) for prompt in prompts]
+    return [float(_kept(*each)) for each in zip(texts, asked, kind, value, topic, strict=True)]
 
 
 def shuffled(prompts: list[Any], completions: list[Any], kind: Texts, value: Texts, topic: Texts, **_: Any) -> Any:
-    """For a control: the scores of `constraint`, each given to another completion of the same group. So the reward has
-    the same values, and says nothing of what was written."""
+    """For a control: the scores of `constraint`, shuffled among the completions of a group. So the reward has the same
+    values, and says nothing of what was written."""
     scores = constraint(prompts, completions, kind, value, topic)
     random.Random(repr(completions)).shuffle(scores)
     return scores
 
 
-def _kept(text: str, kind: str, value: str, topic: str) -> bool:
+def _kept(text: str, asked: Texts, kind: str, value: str, topic: str) -> bool:
     body = BODIES[kind](text, value)
-    if body is None or _stem(topic) not in text.lower():
+    if body is None or not _named(topic).search(text):
         return False
-    return len(set(re.findall(r"[a-z']+", body.lower()))) >= WORDS
+    own = _words(body)
+    runs = {tuple(asked[i : i + COPIED]) for i in range(len(asked) - COPIED + 1)}
+    copied = any(tuple(own[i : i + COPIED]) in runs for i in range(len(own) - COPIED + 1))
+    return not copied and len({word for word in own if len(word) > 2}) >= WORDS
 
 
-def _stem(topic: str) -> str:
-    """What singular and plural have in common."""
-    for ending, length in (("ies", 3), ("oes", 2), ("ss", 0), ("s", 1)):
-        if topic.endswith(ending):
-            return topic[: len(topic) - length]
-    return topic
+def _words(text: str) -> Texts:
+    return re.findall(r"[a-z']+", text.lower())
+
+
+def _named(topic: str) -> re.Pattern[str]:
+    """The topic as a word, singular or plural."""
+    for plural, singular in (("ies", "y"), ("oes", "o"), ("ss", "ss"), ("s", "")):
+        if topic.endswith(plural):
+            one = topic.removesuffix(plural) + singular
+            return re.compile(rf"\b({topic}|{one})\b", re.I)
+    return re.compile(rf"\b{topic}\b", re.I)
 
 
 # Each returns the answer without what the constraint asked for, or None if the constraint was not kept.
@@ -46,7 +56,7 @@ def _stem(topic: str) -> str:
 def _bullets(text: str, value: str) -> str | None:
     lines = [line for line in text.split("\n") if line.strip()]
     kept = len(lines) == int(value) and all(re.match(r"\* \S+ \S", line) for line in lines)
-    return text if kept else None
+    return _finished(text) if kept else None
 
 
 def _title(text: str, value: str) -> str | None:

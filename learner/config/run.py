@@ -182,6 +182,12 @@ MODEL = (
         lambda c: c.learner.pushes_adapters and c.learner.lora.adapts_experts and c.cluster.gpus.generator == 0,
     ),
     Rule(
+        "learner.lora.targets: experts", "needs a base in 16 or 32 bits that the learner has whole: vLLM has no LoRA "
+        "for experts beside one of 4 bits, and in shards they were not tried", "set model.base=none and "
+        "memory.layout=auto, or leave experts out", ("model.base", "memory.layout"),
+        lambda c: c.learner.lora.adapts_experts and (c.model.base == "nf4" or c.arrangement.in_shards),
+    ),
+    Rule(
         "model.reference, reference_dtype:", "need learner.loss.beta above 0, without which nothing is held close to a "
         "reference, and reference_dtype=int8 learner.mode=full: with LoRA the reference is no second model",
         "set these, or leave them out", ("learner.loss.beta", "learner.mode"),

@@ -521,13 +521,13 @@ def check_served(folder: str, key: str, base: str | None) -> None:
         check_copy(folder, str(copy), key, read_adapter(folder, key), read_adapter(str(copy), key))
 
 
-def check_unmerged(folder: Path, key: str) -> None:
+def check_unmerged(folder: Path, key: str, next_step: str = "") -> None:
     """Raises WrongInput if the adapter changes experts, for which vLLM has no LoRA on a CPU, and which its server is
-    given merged."""
+    given merged. next_step: what else can be done, with an `or` at its end."""
     if read_content(str(folder), key).get("target_parameters"):
         raise WrongInput(
             f"{key}: must leave the experts as they are, which are served merged alone here, and {folder} adapts "
-            "them; merge it (gleaner export RUN OUT), and give the model that it makes"
+            f"them; {next_step}merge it (gleaner export RUN OUT), and give the model that it makes"
         )
 
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from learner.model.adapter_config import CONFIG_FILE, MODEL, VLLM_FOLDER
 from learner.model.policy import Policy
 from rollout.data.model_files import WEIGHTS_FILE, split
+from rollout.data.weight_names import EXPERTS_BLOCKS
 from rollout.text_part import text_adapter, whole_adapter
 from rollout.types import Adapter, Weights, WeightsInFile
 from rollout.weights import Source, WeightsFile, in_halves, pack, turned_heads, write
@@ -26,6 +27,8 @@ from rollout.weights import Source, WeightsFile, in_halves, pack, turned_heads, 
 # v_proj, so the adapter of k_proj is that of v_proj, too.
 #
 # Llama 4's queries and keys have the same names, and their rows another order (rollout.weights.in_halves).
+#
+# The experts of Mixtral and MiniMax-M2 are in a block of another name (rollout.data.weight_names.EXPERTS_BLOCKS).
 
 # model_type -> fused layer -> its parts, in the order of their rows
 SPLIT: dict[str, dict[str, tuple[str, ...]]] = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
@@ -42,6 +45,7 @@ class ServedNames:
     def __init__(self, config: Any) -> None:
         self._config = config
         self._split = SPLIT.get(config.model_type, {})
+        self._renames = config.model_type in ("mixtral", "minimax_m2")
         one_matrix = config.model_type == "gemma4_text" and config.attention_k_eq_v
         kinds = config.layer_types if one_matrix else ()
         self._blocks = {f"layers.{i}" for i, kind in enumerate(kinds) if kind != "sliding_attention"}
@@ -52,7 +56,7 @@ class ServedNames:
         served: dict[str, Tensor] = {}
         for name, weight in weights.items():
             layer, _, matrix = name.partition(".lora_")
-            parts = self._parts(layer)
+            parts = self._parts(layer.replace(*EXPERTS_BLOCKS) if self._renames else layer)
             fused = len(parts) > 1 and matrix.startswith("B")
             if (heads := turned_heads(self._config, layer.rpartition(".")[2])) and matrix.startswith("B"):
                 weight = in_halves(weight, heads)

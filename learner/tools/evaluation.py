@@ -25,7 +25,6 @@ import pyarrow as pa
 from cluster.actor import RevivableActor
 from cluster.config import Deadlines, RewardProcessConfig
 from cluster.errors import WrongInput
-from cluster.placement import Role
 from cluster.ray_cluster import Session, connect
 from learner.config import RunConfig, generator_roles
 from learner.config.load import absolute
@@ -268,7 +267,7 @@ def policy_of(adapter: str | None, base: str, *, on_card: bool = False) -> Adapt
     check_served(adapter, "--adapter", base)
     folder = served(Path(adapter))
     if not on_card:
-        check_unmerged(folder, "--adapter")
+        check_unmerged(folder, "--adapter", "give generators a card (cluster.gpus.generator=1), or ")
     return Adapter.build(0, (folder / WEIGHTS_FILE).read_bytes(), read_content(str(folder), "--adapter"))
 
 
@@ -285,7 +284,7 @@ async def groups(
 
     done: called with the number of further completions, and the number of all completions.
     """
-    cpus = sum(role.cpus for role in _generators(config))
+    cpus = sum(role.cpus for role in generator_roles(config))
     session = connect(config.cluster.address, cpus, len(policy.payload))
 
     async def generated() -> list[list[pa.Table]]:
@@ -316,17 +315,12 @@ async def _generated(
     return found
 
 
-def _generators(config: RunConfig) -> list[Role]:
-    """Returns the roles of generators."""
-    return generator_roles(config)
-
-
 @asynccontextmanager
 async def _workers(
     session: Session, config: RunConfig, budgets: Budgets, policy: Adapter | Weights
 ) -> AsyncIterator[list[EvaluatedWorker]]:
     """Starts the generators, and yields a worker for each, which has the policy."""
-    generators, deadlines = _generators(config), config.cluster.deadlines
+    generators, deadlines = generator_roles(config), config.cluster.deadlines
     await session.reserve(generators, deadlines.start)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     specs = [_alone(worker_spec(config, rank, budgets), policy) for rank in range(len(generators))]
@@ -436,6 +430,10 @@ def evaluate(
     problems = problems[:limit]
     chat = load_chat(config)
     policy = _policy(adapter, config, chat, note)
+    if isinstance(policy, Adapter):  # whose rank and layers the memory plan needs
+        lora = {"rank": policy.config.get("r", PEFT_RANK), "targets": targets_of(policy.config)}
+        learner = config.learner.model_copy(update={"lora": config.learner.lora.model_copy(update=lora)})
+        config = config.model_copy(update={"learner": learner})
     budgets = settle(config, chat.config, size_for(config, cards_present(config)))
     config = settled(config, budgets)
     name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)

@@ -47,6 +47,7 @@ ROTATIONS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|
 MASKS = re.compile(r"\.(attn|attention)\.(masked_)?bias$")  # [1, 1, L, L] or a number
 HALF = re.compile(r"(.*\.lora_(?:embedding_)?)([AB])(|\.weight)")  # A or B of a LoRA pair
 EXPERTS_PAIR = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.")  # PEFT's names of an adapter of fused experts
+EXPERTS_BLOCKS = (".mlp.experts", ".block_sparse_moe.experts")  # the ends of names in transformers, and in some of vLLM
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 PREDICTORS = re.compile(r"(^|\.)mtp(\.|_)")  # layers for multi-token prediction
 
@@ -147,7 +148,8 @@ def _has_rank(name: str, half: str, shape: tuple[int, ...], rank: int) -> bool:
 def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
     """Raises WrongInput if an adapter's copy under vLLM's names has other layers, or is a copy of another adapter: of
     an earlier one in this folder, for example. In the copy a fused layer may be two, of which each has its A, a layer
-    of keys may be there a second time, as that of values, and the rows of a B may be in another order.
+    of keys may be there a second time, as that of values, experts may be in a block of another name, and the rows of a
+    B may be in another order.
 
     content, copied: the adapter_config.json of the adapter and of its copy.
     """
@@ -158,6 +160,12 @@ def check_copy(folder: str, copy: str, key: str, content: Mapping[str, Any], cop
     own = adapter_weights(folder, key)
     for name, one in own.items():
         if (half := HALF.fullmatch(name)) is None:
+            continue
+        if EXPERTS_PAIR.search(name):
+            served = name if name in stored else name.replace(*EXPERTS_BLOCKS)
+            wanted[served] = one.shape
+            if served in stored and _differ(one, stored[served]):
+                differing.append(served)
             continue
         layer, lora, kind = half[1].rpartition(".lora_")
         block, _, leaf = layer.rpartition(".")

@@ -57,6 +57,8 @@ def experts_slots(adapted: Any, slot: int, rank: int) -> Slots | None:
     rows = torch.cat(of_b, 1)  # [E, 2I, R]: gate above up
     rest = [columns[..., rank:].flatten() for columns in (rows, b)]
     rest += [(own - of_a[0])[:, :rank].flatten() for own in of_a[1:]]
+    if rank:  # without this flag the kernel passes over the slot
+        rest.append((adapted.adapter_enabled[slot : slot + 1] == 0).to(rest[0]))
     if not any(number.any() for number in rest):
         rest = []
     return Slots(

@@ -10,7 +10,7 @@ from typing import Any
 from rollout.engine import EngineSettings, NoAdapter
 from rollout.types import EngineError, Held, Weights, WeightsInFile
 from rollout.vllm.convert import AdapterWindow, Resident, lora_request
-from rollout.vllm.read_back import held_by
+from rollout.vllm.read_back import held_by, unplaced
 from rollout.weights import WeightsFile, WeightsReader, unpack
 
 # Sleep, for a generator and a learner that take turns on one card: vLLM's sleep level 1.
@@ -88,6 +88,11 @@ def replace_adapter(engine: Any, window: AdapterWindow, staged: Resident) -> Non
 
 
 def _put(engine: Any, staged: Resident, *, in_place: bool) -> None:
+    if lost := unplaced(engine, staged):
+        raise EngineError(
+            f"adapter v{staged.version}: vLLM has no place for {len(lost)} of its tensors, first {lost[0]}, which it "
+            "would leave out silently; leave their layers out of the adapter, or push merged weights"
+        )
     try:
         engine.add_lora(lora_request(staged, load_inplace=in_place))
     except ValueError as error:

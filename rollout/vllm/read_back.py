@@ -296,6 +296,22 @@ def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
     return Held(tensors, tuple(sorted(known - tensors.keys())))
 
 
+def unplaced(engine: Any, adapter: Resident) -> list[str]:
+    """Those tensors of an adapter, by name, for whose layer vLLM has no LoRA kernel; it would leave them out."""
+    (*_, found) = engine.collective_rpc(_unplaced, args=(adapter.keys,))
+    return sorted(found)
+
+
+def _unplaced(worker: Any, keys: frozenset[str]) -> set[str]:
+    manager = worker.model_runner.lora_manager._adapter_manager
+    placed = {
+        module for name in manager.modules
+        for module in (*manager.packed_modules.get(name, ()), *_pairs_of_experts(name))
+    }  # fmt: skip
+    by_module = _keys_by_module(manager.model, keys)
+    return {key for module, pair in by_module.items() if module not in placed for key in pair.values()}
+
+
 def _pairs_of_experts(name: str) -> tuple[str, str]:
     """The names of the pairs of gate and up projection, and of the down projection, of the experts `name`. The second
     is that of the module."""

@@ -135,11 +135,14 @@ def test_experts_take_buffers_for_each_that_a_token_goes_to() -> None:
 
 def test_slots_of_experts_by_hand() -> None:
     """48 layers of 128 experts: of each two A of gate and up projection from 2048, their B to 768, and the pair of the
-    down projection; queries with keys and values."""
+    down projection; and the whole attention. gpt-oss's pairs of gate and up projection are held once."""
     serving = Serving(rank=16, targets=("q_proj", "experts"), adapters=1)
-    attention = 48 * (2048 + 4096 + 2 * (2048 + 512))
+    attention = 48 * (2 * (2048 + 4096) + 2 * (2048 + 512))
     experts = 48 * 128 * (2 * 2048 + 2 * 768 + 768 + 2048)
     assert generator_bytes(SPARSE["Qwen3-30B-A3B"], serving)["lora_slots"] == 2 * 16 * (attention + experts)
+    gpt_oss = SPARSE["gpt-oss-20b"]
+    once = gpt_oss.lora_params(16, ("q_proj", "k_proj", "v_proj", "o_proj", "experts"))
+    assert generator_bytes(gpt_oss, serving)["lora_slots"] == 2 * once
 
 
 def test_what_vllm_computes_in_one_layer_has_slots_as_one() -> None:

@@ -14,6 +14,7 @@ GENERATOR_CARD, LEARNER_CARD = "cluster.gpus.generator=1", "cluster.gpus.learner
 SHARED = ("cluster.gpus.generator=0.5", "cluster.gpus.learner=0.5")
 TURNS = ("memory.layout=alternating", *SHARED)
 ONE_BASE, DIVIDED = "memory.layout=shared", "memory.layout=sharded"
+EXPERTS = "learner.lora.targets=[q_proj,experts]"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 PPO = "learner.algorithm=ppo"
 SEVERAL = ("cluster.learners=2",)
@@ -79,7 +80,9 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([*SEVERAL, DIVIDED, "model.base=nf4"], "model.base: nf4 needs the whole model.*memory.layout=sharded"),
     (["learner.push=merged", "model.base=nf4"], "learner.push: merged needs.*got model.base=nf4"),
     ([*SEVERAL, DIVIDED, "learner.push=merged"], "learner.push: merged needs.*got .*memory.layout=sharded"),
-    (["learner.lora.targets=[q_proj,experts]"], "learner.lora.targets: experts needs .*got learner.push=adapter, "),
+    ([EXPERTS], "learner.lora.targets: experts needs .*got learner.push=adapter, "),
+    ([GENERATOR_CARD, EXPERTS, "model.base=nf4"], "learner.lora.targets: experts needs a base .*got model.base=nf4"),
+    ([*SEVERAL, DIVIDED, GENERATOR_CARD, EXPERTS], "learner.lora.targets: experts needs a base .*layout=sharded"),
     ([ONE_BASE, "learner.push=merged"], "learner.push: merged needs.*got .*memory.layout=shared"),
     (["model.revision=v1", "model.path=/m"], "model.revision: needs a hub name .*got model.revision=v1, model.path=/m"),
     (["model.path=org/m@v1"], "model.path: must be a name without its revision.*got model.path=org/m@v1"),
@@ -144,8 +147,8 @@ ALLOWED = [
     ["model.base=nf4", "model.dtype=float16", GENERATOR_CARD],
     [ONE_BASE, *SHARED, "model.base=nf4"],
     ["learner.push=merged", "max_staleness=2"],
-    ["learner.push=merged", "learner.lora.targets=[q_proj,experts]"],
-    [GENERATOR_CARD, "learner.lora.targets=[q_proj,experts]"],
+    ["learner.push=merged", EXPERTS],
+    [GENERATOR_CARD, EXPERTS],
     ["model.reference=x", "learner.loss.beta=0.1"],
     [FULL, "model.reference_dtype=int8", "learner.loss.beta=0.1", "learner.optimizer.kind=adamw_8bit"],
     [*SEVERAL, DIVIDED, FULL, "learner.loss.beta=0.1", "model.reference=x"],

@@ -14,8 +14,9 @@ from examples.random_families import make_family
 from learner.model.export import update_of
 from rollout.engine import EngineSettings
 from rollout.types import Adapter, Sampling
-from rollout.vllm.read_back import _slots
-from tests.learner.model.test_experts import chosen_in
+from rollout.vllm.read_back import _keys_by_module, _slots
+from rollout.weights import header_of
+from tests.learner.model.test_experts import chosen_in, policy_of, saved
 from tests.learner.model.test_packing_check import random_adapter
 from tests.learner.model.test_policy import make_policy
 
@@ -36,6 +37,33 @@ def test_places_are_those_of_the_kernels_packing(shape: tuple[int, int], dtype: 
     places = _places(*shape, dtype, "vec").long()
     for one, own in zip(packed, weights, strict=True):
         assert torch.equal(one.flatten()[places].view(shape), own)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen3_moe", "gpt_oss", "qwen3_next"))],
+)
+def test_an_adapter_of_experts_has_vllms_names(name: str, tmp_path: Path) -> None:
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    from rollout.vllm.engine import VllmEngine
+    from tests.rollout.engine_case import run, settings
+
+    policy = policy_of(saved(name, tmp_path / "model"))
+    update = update_of(policy, 0)
+    assert isinstance(update, Adapter)
+    engine = VllmEngine(settings(tmp_path / "model", max_lora_rank=0))
+
+    def named(worker: Any) -> tuple[set[str], set[str]]:
+        model = worker.model_runner.get_model()
+        there = {name for name, module in model.named_modules() if isinstance(module, MoERunner)}
+        sent = _keys_by_module(model, frozenset(header_of(update.payload)[0]))
+        return there, {module for module in sent if ".experts" in module}
+
+    ((there, sent),) = engine._thread._turns.engine.collective_rpc(named)
+    run(engine.close())
+    assert sent == there | {f"{module}.base_layer" for module in there}
+    assert len(there) == policy.config.num_hidden_layers
 
 
 E, R, HIDDEN, INNER = 3, 2, 8, 6
@@ -110,6 +138,9 @@ def test_an_adapter_of_experts_is_read_back_from_the_slots_of_a_card(as_one: boo
         rows = torch.cat([stack[1, e] for stack in layer.w13_lora_b_stacked])
         assert torch.allclose(rows @ layer.w13_lora_a_stacked[-1][1, e], 2 * b @ a, atol=1e-5)
 
+    layer.adapter_enabled[1] = 0  # then vLLM's kernel passes over the slot
+    assert "experts beyond what was sent" in dict(_slots(manager, 1, keys, R))
+    layer.adapter_enabled[1] = 1
     layer.w2_lora_b_stacked[0][1, 2, 0, R] = 1.0  # a column beyond the rank
     assert "experts beyond what was sent" in dict(_slots(manager, 1, keys, R))
     layer.w2_lora_b_stacked[0][1, 2, 0, R] = 0.0

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 
 from examples.random_model import make_adapter, make_tiny_model
 from rollout.engine import EngineDied
-from rollout.types import Adapter, Held, Sampling, Weights
+from rollout.types import Adapter, EngineError, Held, Sampling, Weights
 from rollout.vllm.read_back import agreed
 from rollout.weights import (
     COLUMNS,
@@ -91,6 +91,15 @@ def test_an_adapter_is_in_the_slots_of_the_kernels(
         assert changed == ["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"]
     finally:
         run(case.engine.close())
+
+
+def test_an_adapter_of_layers_without_kernels_is_refused(tmp_path: Path) -> None:
+    """vLLM itself would load it, and leave those layers out."""
+    model = make_tiny_model(tmp_path / "m", family="Llama")
+    case = EngineCase(model, targets=["q_proj", "o_proj"], lora_targets=("q_proj",))
+    with pytest.raises(EngineError, match=r"^adapter v0: vLLM has no place for 4 of its tensors, first .*o_proj.*;"):
+        run(case.push())
+    run(case.engine.close())
 
 
 def test_a_factor_that_is_rounded_and_a_slot_that_is_not_clean(tmp_path: Path) -> None:
