@@ -28,9 +28,10 @@ def vowels(prompts, completions, **columns):
 
 
 def environment(marker: str) -> dict[str, str]:
-    """Ours without what pytest's own process needs, and with a mark that all descendants inherit."""
+    """Ours without what pytest's own process needs, and with a mark that all descendants inherit. Ray's workers are as
+    important as other tests beside them: with Ray's niceness of 15 a generator needed three minutes to start there."""
     own = ("RAY_", "VLLM_", "TORCH_COMPILE", "OMP_")
-    added = {"XDG_GLEANER_MARK": marker, "PYTHONFAULTHANDLER": "1"}
+    added = {"XDG_GLEANER_MARK": marker, "PYTHONFAULTHANDLER": "1", "RAY_worker_niceness": "0"}
     return {k: v for k, v in os.environ.items() if not k.startswith(own)} | added
 
 
@@ -91,7 +92,7 @@ class Run:
             [sys.executable, "-m", "learner.tools.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, env=self.environment(), cwd=cwd,
         )  # fmt: skip
-        output, errors = self.communicate(process, 200)
+        output, errors = self.communicate(process, 300)
         assert process.returncode == 0, f"{output}\n{errors}"
         return output
 
@@ -115,7 +116,9 @@ class Run:
         time.sleep(2)
         logs = [path for folder in Path("/tmp").glob(f"gl-{driver}-*") for path in folder.glob("r/session_2*/logs/*.*")]
         told = [f"{pid}: {line[:150]}" for pid, line in found.items()]
-        told += [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs if path.stat().st_size]
+        told += [
+            f"--- {path.name}\n{path.read_text(errors='replace')[-10_000:]}" for path in logs if path.stat().st_size
+        ]
         os.kill(driver, signal.SIGABRT)
         os.kill(driver, signal.SIGCONT)
         time.sleep(2)

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", family="Llama")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_run_and_its_resumption(tmp_path: Path, model: Path) -> None:
     data = os.path.relpath(tmp_path / "data.jsonl")  # of where it is started
     run = Run(tmp_path, model, data={"path": data, "eval": {"size": 2, "every": 2}})
