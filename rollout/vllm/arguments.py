@@ -201,7 +201,7 @@ def _check_cpu(settings: EngineSettings) -> None:
     """Raises ValueError for settings that vLLM does not support on this CPU."""
     if settings.sleeps:
         raise ValueError("sleeps: vLLM sleeps on CUDA only, on a CPU it ignores the call; set sleeps=False (got True)")
-    if EXPERTS in settings.lora_targets:
+    if settings.max_lora_rank > 0 and EXPERTS in settings.lora_targets:
         raise ValueError(
             "lora_targets: vLLM has LoRA for experts on CUDA only; leave experts out, or push whole weights"
         )

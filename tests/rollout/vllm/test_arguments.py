@@ -56,6 +56,8 @@ def test_experts_have_no_lora_kernels_on_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^lora_targets: vLLM has LoRA for experts on CUDA only; leave experts out"):
         engine_arguments(wanted, cuda=False)
     assert engine_arguments(wanted, cuda=True)["lora_target_modules"] == ["q_proj", "experts"]
+    merged = dataclasses.replace(wanted, max_lora_rank=0)  # whole weights are pushed
+    assert "lora_target_modules" not in engine_arguments(merged, cuda=False)
 
 
 @pytest.mark.parametrize(
