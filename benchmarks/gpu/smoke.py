@@ -38,7 +38,7 @@ from benchmarks.gpu import system
 from benchmarks.gpu.model import group
 from benchmarks.gpu.rows import Found, Missing, Row, conditions_of, measured, options_of, passed_on, run_all
 from cluster.actor import Shared
-from cluster.memory.shape import EXPERTS, GB, SHAPES, Shape
+from cluster.memory.shape import ATTENTION, EXPERTS, GB, SHAPES, Shape
 from examples.quantised_checkpoints import make_gpt_oss, make_quantised
 from examples.random_families import make_family
 from learner.config import ModelConfig
@@ -222,7 +222,7 @@ async def deliver_quantised(place: Place, *, kind: str) -> Found:
 async def deliver_experts(place: Place, *, family: str) -> Found:
     """What `deliver` does, with an adapter of the attention and of all experts that is not merged, on a tiny random
     model. vLLM holds gpt-oss's pairs of gate and up projection as they are sent, and Qwen3-MoE's taken apart."""
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", EXPERTS)
+    targets = (*ATTENTION, EXPERTS)
     folder = make_family(place.model.parent / f"experts-{family}", family)
     shape = Shape.from_config(read_json(str(folder), CONFIG), family)
     there = replace(place, model=folder, shape=shape, lengths=(PROBE, PROBE))

@@ -40,6 +40,11 @@ class Slots(NamedTuple):
     rest: Tensor
 
 
+def is_of_experts(adapted: Any) -> bool:
+    """Whether a layer with LoRA of vLLM's is one of experts."""
+    return hasattr(adapted, "w13_lora_a_stacked")
+
+
 def experts_slots(adapted: Any, slot: int, rank: int) -> Slots | None:
     """Reads a slot of a layer of vLLM's (lora/layers/fused_moe.py); None if the layer is not of experts, or holds a
     part of them.
@@ -49,7 +54,7 @@ def experts_slots(adapted: Any, slot: int, rank: int) -> Slots | None:
     vLLM keeps A and B of gate and up projection as one (gpt-oss, whose rows alternate) or each by itself, and then A
     twice.
     """
-    if not hasattr(adapted, "w13_lora_a_stacked") or adapted.tp_size > 1 or adapted.use_ep:
+    if not is_of_experts(adapted) or adapted.tp_size > 1 or adapted.use_ep:
         return None
     of_a = [stack[slot] for stack in adapted.w13_lora_a_stacked]
     of_b = [stack[slot] for stack in adapted.w13_lora_b_stacked]

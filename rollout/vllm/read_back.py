@@ -24,7 +24,7 @@ from cluster.telemetry import peak_memory
 from rollout.types import Held
 from rollout.vllm.convert import Resident
 from rollout.vllm.cpu import forget_packed
-from rollout.vllm.experts import Expert, expert_of, experts_slots
+from rollout.vllm.experts import Expert, expert_of, experts_slots, is_of_experts
 from rollout.weights import columns_of, columns_read, digests_of, in_pairs, turned_heads
 
 # A model spread over several worker processes, each with a device of its own: vLLM's tensor parallelism.
@@ -287,12 +287,7 @@ def _adapter(worker: Any, newest: Resident, dtype: torch.dtype) -> Held:
     slot = manager.lora_index_to_id.index(newest.lora_id)
     keys = _keys_by_module(manager.model, newest.keys)
     tensors = digests_of((name, tensor.to(dtype)) for name, tensor in _slots(manager, slot, keys, newest.rank))
-    known = {
-        key for name, layer in manager.modules.items()
-        for module in (*manager.packed_modules.get(name, ()), *_pairs_of_experts(name))
-        for key in keys.get(module, {}).values()
-        if not _is_linear(layer)
-    }  # fmt: skip
+    known = {key for module in _adapted(manager, linear=False) for key in keys.get(module, {}).values()}
     return Held(tensors, tuple(sorted(known - tensors.keys())))
 
 
@@ -304,12 +299,19 @@ def unplaced(engine: Any, adapter: Resident) -> list[str]:
 
 def _unplaced(worker: Any, keys: frozenset[str]) -> set[str]:
     manager = worker.model_runner.lora_manager._adapter_manager
-    placed = {
-        module for name in manager.modules
-        for module in (*manager.packed_modules.get(name, ()), *_pairs_of_experts(name))
-    }  # fmt: skip
-    by_module = _keys_by_module(manager.model, keys)
-    return {key for module, pair in by_module.items() if module not in placed for key in pair.values()}
+    adapted, by_module = _adapted(manager), _keys_by_module(manager.model, keys)
+    return {key for module, pair in by_module.items() if module not in adapted for key in pair.values()}
+
+
+def _adapted(manager: Any, *, linear: bool = True) -> set[str]:
+    """vLLM's names, before fusion, of all layers that have a LoRA kernel. linear: linear layers are among them."""
+    found: set[str] = set()
+    for name, layer in manager.modules.items():
+        if linear or not _is_linear(layer):
+            found.update(manager.packed_modules.get(name, [name]))
+        if is_of_experts(layer):
+            found.update(_pairs_of_experts(name))
+    return found
 
 
 def _pairs_of_experts(name: str) -> tuple[str, str]:

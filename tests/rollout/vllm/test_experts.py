@@ -99,7 +99,7 @@ def slots_on_a_card(as_one: bool, sent: dict[str, torch.Tensor]) -> Any:
         model=SimpleNamespace(config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])),
     )  # fmt: skip
     filled: Any = LoRAModelManager._stack_moe_lora_weights if as_one else LoRAModelManager._convert_3d_to_2d_moe_lora
-    model = _Popping(pairs)
+    model = _Pairs(pairs)
     filled(manager, model, layer, "experts")
     layer.set_lora(1, pairs["experts"].lora_a, pairs["experts"].lora_b)
     return layer
@@ -108,7 +108,7 @@ def slots_on_a_card(as_one: bool, sent: dict[str, torch.Tensor]) -> Any:
 GPT_OSS: Any = SimpleNamespace(architectures=["GptOssForCausalLM"])
 
 
-class _Popping(dict[str, Any]):
+class _Pairs(dict[str, Any]):
     """Pairs by name, as vLLM's LoRAModel has them."""
 
     @property
