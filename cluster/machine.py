@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pynvml
@@ -23,7 +24,7 @@ def version_of(package: str) -> str | None:
 
 
 SHARED = Path("/dev/shm")
-CGROUP, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/version")
+CGROUP, KERNEL, CPUS = Path("/sys/fs/cgroup"), Path("/proc/version"), Path("/proc/cpuinfo")
 
 
 def main_memory() -> int:
@@ -48,6 +49,12 @@ def _container_limits() -> Iterator[int]:
             continue
         if text.isdecimal():
             yield int(text)
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the first processor can do, by Linux's names (avx2, avx512_bf16); empty where Linux does not say."""
+    lines = CPUS.read_text().splitlines() if CPUS.exists() else []
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
 def shared_memory() -> int | None:
@@ -123,6 +130,21 @@ def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:
         return [_card(handle) for handle in (handles if named is None else _chosen(handles, named))]
     finally:
         pynvml.nvmlShutdown()
+
+
+def usable_cards() -> list[Card]:
+    """The visible GPUs, unless the torch that is installed is a build for CPUs: it can use none."""
+    return visible_cards() if torch_cuda() else []
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that torch is built for (`13.0`), '' for a CPU build, None without torch. Imports nothing."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    lines = (Path(spec.origin).parent / "version.py").read_text().splitlines()
+    found = next((line.partition("=")[2] for line in lines if line.startswith("cuda")), "None").strip()
+    return "" if found == "None" else found.strip("'\"")
 
 
 def card_driver_version() -> str | None:

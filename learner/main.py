@@ -21,6 +21,7 @@ from learner.driver import process
 if TYPE_CHECKING:
     from learner.config import RunConfig
     from learner.config.load import WrongSettings
+    from learner.driver.memory import Cards
 
 # A command declares its parameters as a dataclass, from which `command_of` makes Typer's command.
 
@@ -227,6 +228,7 @@ def _run(asked: RunRequest) -> int:
     from cluster.errors import WrongInput  # imported here and below, once it is known that our packages are ours
     from learner.config import load
     from learner.driver import failure
+    from learner.driver import memory as known_cards
 
     if asked.keys:
         print(load.describe())
@@ -235,13 +237,18 @@ def _run(asked: RunRequest) -> int:
         print("config: --config: required, but not given; gleaner init my-run writes a first one", file=sys.stderr)
         return 2
     try:
-        config = load.load_config(asked.config, asked.overrides or ())
+        assumed = known_cards.cards_of(asked.assume_gpus) if asked.assume_gpus is not None else None
+    except WrongInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        config = load.load_config(asked.config, asked.overrides or (), None if assumed is None else assumed.count)
     except WrongInput as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         if isinstance(error, load.WrongSettings):
             _tell_more(error)
         return 2
-    if asked.assume_gpus is not None and not asked.dry_run:
+    if assumed is not None and not asked.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
         return 2
     if asked.verbose and not asked.dry_run:
@@ -251,7 +258,7 @@ def _run(asked: RunRequest) -> int:
 
     model_files.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
     try:
-        return _dry_run(config, asked.assume_gpus, verbose=asked.verbose) if asked.dry_run else _train(config)
+        return _dry_run(config, assumed, verbose=asked.verbose) if asked.dry_run else _train(config)
     except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
         raise KeyboardInterrupt from error
     except asyncio.CancelledError as error:  # a second Ctrl-C in a run, or a signal during its start
@@ -284,11 +291,9 @@ def _tell_more(wrong: "WrongSettings") -> None:
         logging.getLogger("learner").debug("the other settings could not be looked at: %r", error)
 
 
-def _dry_run(config: "RunConfig", assumed: str | None, *, verbose: bool) -> int:
-    from learner.driver import memory as known_cards
+def _dry_run(config: "RunConfig", cards: "Cards | None", *, verbose: bool) -> int:
     from learner.driver import preflight, roles
 
-    cards = None if assumed is None else known_cards.cards_of(assumed)
     prepared = preflight.rehearse(config, cards)
     on_nodes = [] if cards is not None else asyncio.run(roles.rehearse_nodes(prepared))
     print(preflight.report(prepared, cards, on_nodes, verbose=verbose))

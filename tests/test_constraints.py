@@ -31,7 +31,7 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
         [json.loads(line) for line in (make.HERE / name).read_text().splitlines()]
         for name in ("train.jsonl", "held_out.jsonl")
     )
-    assert (len(train), len(held)) == (360, 120)
+    assert (len(train), len(held)) == (240, 120)
     prompts = " ".join(row["question"] for row in train)
     assert not {row["topic"] for row in held} & {row["topic"] for row in train}
     assert not [row for row in held if f" {row['topic']}" in prompts]
@@ -44,14 +44,12 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "kept", "broken"),
     [
-        ("bullets", "2", f"* {ABOUT}\n* I love it.", [f"* {ABOUT}.", f"* {ABOUT}\n* I love", f"- {ABOUT}\n- I."]),
         ("title", "", f"<<Kites>>\n{ABOUT}.", [f"Kites\n{ABOUT}.", "<<Kites>>\nThey fly.", f"<<Kites>>\n{ABOUT}"]),
-        ("phrase", "I hope so.", f"{ABOUT}. I hope so.", [f"{ABOUT}.", "A kite. I hope so.", f"I hope so. {ABOUT}."]),
-        ("start", "To me", f"To me {ABOUT}.", [f"{ABOUT}.", "To me kites fly.", f"Well: To me {ABOUT}."]),
         ("keyword", "hills", f"{ABOUT}.", [ABOUT, f"{ABOUT}.".replace("hills", "hillside")]),
-        ("sentences", "two sentences", f"{ABOUT}. I like it!", [f"{ABOUT}.", f'"{ABOUT}." "A." B.']),
         ("postscript", "", f"{ABOUT}. P.S. It is fun", [f"P.S. {ABOUT}", f"{ABOUT}. P.S.", f"{ABOUT}. P.S. P.S. I am"]),
         ("no_comma", "", f"{ABOUT}.", [f"{ABOUT}, too.", ABOUT]),
+        ("placeholder", "", f"{ABOUT} of [place].", [f"{ABOUT}.", f"{ABOUT} []. I", f"Kites. [{ABOUT}]"]),
+        ("words", "20", f"{ABOUT} today here now or then.", [f"{ABOUT} today here now and then too.", ABOUT]),
     ],
 )  # fmt: skip
 def test_what_keeps_a_constraint(kind: str, value: str, kept: str, broken: list[str]) -> None:

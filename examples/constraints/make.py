@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-HELD_OUT = 15  # topics
+HELD_OUT = 20  # topics
 TOPICS = (
     "airplanes", "apples", "balloons", "bears", "bees", "bicycles", "bread", "bridges", "butterflies", "cameras",
     "candles", "castles", "cats", "cheese", "chess", "chocolate", "clocks", "clouds", "coffee", "deserts", "dogs",
@@ -26,12 +26,12 @@ TOPICS = (
     "snow", "spiders", "tea", "tigers", "trains", "volcanoes", "whales",
 )  # fmt: skip
 ASKED = (
-    "Write a short paragraph about {topic}.",
-    "Tell me something interesting about {topic}.",
-    "Explain to a child why people like {topic}.",
-    "Describe {topic} in a few words.",
+    "Write one or two sentences about {topic}.",
+    "Tell me something interesting about {topic} in one or two sentences.",
+    "Explain to a child in a sentence or two why people like {topic}.",
+    "Describe {topic} in a sentence or two.",
 )
-ASKED_LATER = ("Say something nice about {topic}.", "Give me a fun fact about {topic}.")
+ASKED_LATER = ("Say something nice about {topic} in a sentence or two.", "Give me a fun fact about {topic}, briefly.")
 
 
 class Kind(NamedTuple):
@@ -45,41 +45,16 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "bullets": Kind(
-        ("Your answer must be exactly {value} bullet points, each on a line of its own, starting with * and a space.",
-         "Answer with exactly {value} bullet points, one on each line, and begin each line with * and a space."),
-        ("Write exactly {value} bullet points. Each of them is a line that starts with * and a space.",),
-        ("2", "3", "5"), ("4",),
-    ),
     "title": Kind(
         ("Begin your answer with a title, wrapped in double angular brackets, such as <<poem of joy>>.",
          "The first thing in your answer must be a title in double angular brackets, like <<a new day>>."),
         ("Start with a title in double angular brackets, as in <<old stories>>, and then answer.",),
-    ),
-    "phrase": Kind(
-        ("Finish your response with this exact phrase: {value}", "End your answer with the exact words: {value}"),
-        ("Let your answer end with these words: {value}",),
-        ("Any other questions?", "That is all I know.", "Thank you for reading.", "Now you know why.",
-         "Ask me for more.", "I hope this helps.", "See you next time.", "And that is the truth."),
-        ("Is there anything else?", "That was my answer.", "Have a lovely day."),
-    ),
-    "start": Kind(
-        ("Begin your response with the words: {value}", "Start your answer with exactly these words: {value}"),
-        ("Let your answer begin with these words: {value}",),
-        ("Let me explain", "Here is a thought", "Many people know", "In my opinion", "First of all", "To be honest",
-         "It is often said", "Some people say"),
-        ("Believe it or not", "As far as I know", "Most of us think"),
     ),
     "keyword": Kind(
         ("Include the word {value} in your response.", "Use the word {value} at least once."),
         ("Make use of the word {value} in your answer.",),
         ("curious", "gentle", "ancient", "bright", "famous", "quiet", "simple", "golden", "clever", "hidden"),
         ("wonderful", "brave", "strange"),
-    ),
-    "sentences": Kind(
-        ("Answer in exactly {value}.", "Your whole answer must be exactly {value} long."),
-        ("Reply with exactly {value}.",),
-        ("one sentence", "three sentences"), ("two sentences",),
     ),
     "postscript": Kind(
         ("At the end of your response, add a postscript starting with P.S.",
@@ -89,6 +64,16 @@ KINDS = {
     "no_comma": Kind(
         ("Do not use any commas in your response.", "Write your answer without a single comma."),
         ("Avoid all commas in your answer.",),
+    ),
+    "placeholder": Kind(
+        ("Include a placeholder in square brackets, such as [name].",
+         "Put one placeholder in square brackets into your answer, such as [place]."),
+        ("Your answer has to contain a placeholder in square brackets, like [date].",),
+    ),
+    "words": Kind(
+        ("Use fewer than {value} words.", "Your answer must have less than {value} words."),
+        ("Stay below {value} words.",),
+        ("20", "24", "30"), ("22", "26"),
     ),
 }  # fmt: skip
 

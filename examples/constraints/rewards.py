@@ -7,8 +7,6 @@ from typing import Any
 
 WORDS = 8  # different ones, of 3 letters or more, that an answer has at least beside what the constraint asks for
 COPIED = 5  # so many words in a row that the prompt has too are no answer, but a copy of it
-NUMBERS = {"one": 1, "two": 2, "three": 3}
-END = re.compile(r"[.!?][\"')*]*(?=\s|$)")
 Texts = list[str]
 
 
@@ -53,31 +51,13 @@ def _named(topic: str) -> re.Pattern[str]:
 # Each returns the answer without what the constraint asked for, or None if the constraint was not kept.
 
 
-def _bullets(text: str, value: str) -> str | None:
-    lines = [line for line in text.split("\n") if line.strip()]
-    kept = len(lines) == int(value) and all(re.match(r"\* \S+ \S", line) for line in lines)
-    return _finished(text) if kept else None
-
-
 def _title(text: str, value: str) -> str | None:
     found = re.match(r"<<[^<>\n]+>>(.*)", text, re.S)
     return _finished(found[1]) if found else None
 
 
-def _phrase(text: str, value: str) -> str | None:
-    return text.removesuffix(value) if text.endswith(value) else None
-
-
-def _start(text: str, value: str) -> str | None:
-    return _finished(text.removeprefix(value)) if text.startswith(value) else None
-
-
 def _keyword(text: str, value: str) -> str | None:
     return _finished(text) if re.search(rf"\b{value}\b", text, re.I) else None
-
-
-def _sentences(text: str, value: str) -> str | None:
-    return _finished(text) if len(END.findall(text)) == NUMBERS[value.split()[0]] else None
 
 
 def _postscript(text: str, value: str) -> str | None:
@@ -89,12 +69,21 @@ def _no_comma(text: str, value: str) -> str | None:
     return _finished(text) if "," not in text else None
 
 
+def _placeholder(text: str, value: str) -> str | None:
+    body = re.sub(r"\[[^\[\]\n]+\]", "", text)
+    return _finished(body) if body != text else None
+
+
+def _words_below(text: str, value: str) -> str | None:
+    return _finished(text) if len(text.split()) < int(value) else None
+
+
 def _finished(text: str) -> str | None:
     """The text if its last sentence has an end, else None: it was cut off at the longest length."""
     return text if text.rstrip(" \"'*)").endswith((".", "!", "?")) else None
 
 
 BODIES: dict[str, Callable[[str, str], str | None]] = {
-    "bullets": _bullets, "title": _title, "phrase": _phrase, "start": _start, "keyword": _keyword,
-    "sentences": _sentences, "postscript": _postscript, "no_comma": _no_comma,
+    "title": _title, "keyword": _keyword, "postscript": _postscript, "no_comma": _no_comma,
+    "placeholder": _placeholder, "words": _words_below,
 }  # fmt: skip

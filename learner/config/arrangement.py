@@ -7,7 +7,8 @@ does for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cluster.memory.generator import asleep
 from cluster.memory.plan import Layout, Plan
@@ -18,6 +19,37 @@ if TYPE_CHECKING:
     from learner.config.settings import Settings
 
 GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
+
+# The cards of a run whose settings name none.
+
+
+def with_cards(tree: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The settings `tree`, with `cluster.gpus` for a machine of `count` cards if they say nothing of it.
+
+    Each process of a role has a card of its own where there are enough of them, or where the settings want it so;
+    otherwise the roles are equal slices of one card. Without a card the roles are on CPUs, as is their default.
+    """
+    cluster = tree.get("cluster", {})
+    if count == 0 or not isinstance(cluster, Mapping) or "gpus" in cluster:
+        return dict(tree)
+    generators, learners = _number(tree, "rollout", "workers"), _number(tree, "cluster", "learners")
+    shards, scoring = _number(tree, "cluster", "tensor_parallel"), cluster.get("rewards")
+    taken = _number(cluster, "rewards", "processes", 0) * _number(cluster, "rewards", "gpus", 0) if scoring else 0
+    memory = tree.get("memory")
+    layout = memory.get("layout", "auto") if isinstance(memory, Mapping) else "auto"
+    enough = layout == "auto" and count - taken >= generators * shards + learners
+    if enough or shards > 1 or learners > 1 or layout in ("separate", "sharded"):
+        gpus = {"generator": float(shards), "learner": 1.0}
+    else:
+        gpus = dict.fromkeys(("generator", "learner"), 100 // (generators + 1) / 100)
+    return {**tree, "cluster": {**cluster, "gpus": gpus}}
+
+
+def _number(tree: Mapping[str, Any], section: str, key: str, default: int = 1) -> int:
+    """A whole number of the settings; the default where there is none, or a wrong value, which validation reports."""
+    group = tree.get(section)
+    value = group.get(key) if isinstance(group, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
 
 class Arrangement:

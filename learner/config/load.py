@@ -17,9 +17,11 @@ from pydantic import BaseModel, ValidationError
 
 from cluster.config import Deadlines
 from cluster.errors import WrongInput
+from cluster.machine import usable_cards
 from cluster.reading import dump, parse_value, read_yaml
 from cluster.telemetry import METRICS_FILE
 from learner.config import ModelConfig, RunConfig
+from learner.config.arrangement import with_cards
 from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of, masked
 from rewards.functions import SUFFIX
@@ -215,9 +217,9 @@ INDEX = re.compile(r"\.[0-9]+(?=\.)")  # an index into a list, in a dotted key
 SHOWN = 80  # most characters of a wrong value that an error shows
 
 
-def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+def load_config(path: str | None, overrides: Sequence[str], cards: int | None = None) -> RunConfig:
     """The validated configuration of a file, or of no file, with `a.b=value` overrides on top. An item of a list is
-    named by its index: rewards.0.weight=2.
+    named by its index: rewards.0.weight=2. cards: as `validated` has it.
 
     A file in a run folder was recorded by that run, so its keys may be those of an earlier version. Raises WrongInput.
     """
@@ -234,7 +236,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
         except WrongInput as error:
             raise WrongInput(f"{key}: {error}") from None
         assign(tree, key, value)
-    return validated(tree)
+    return validated(tree, cards)
 
 
 def _no_setting(word: str) -> str:
@@ -266,8 +268,10 @@ def _is_text(text: str) -> bool:
     return text not in ("", "~", "null", "Null", "NULL") and not text.startswith(("'", '"'))
 
 
-def validated(tree: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration of a tree of plain values, as YAML gives it. Raises WrongInput."""
+def validated(tree: Mapping[str, Any], cards: int | None = None) -> RunConfig:
+    """The validated configuration of a tree of plain values, as YAML gives it. cards: number of cards for settings that
+    say nothing of them; None: the usable ones of this machine. Raises WrongInput."""
+    tree = with_cards(tree, len(usable_cards()) if cards is None else cards)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -8,7 +8,7 @@ import unicodedata
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from rich.console import Console, Group
@@ -210,7 +210,8 @@ COLUMNS = {
 USUAL = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "fp8": 1e-2}
 EXAMPLES = 3  # number of completions that the summary shows
 ROWS = 12  # number of steps in the table
-RECENT = 20  # number of newest steps whose median time predicts the time that is left
+# Number of newest steps whose mean time predicts the time that is left. With staleness 1 long and short ones alternate.
+RECENT = 20
 Sample = Mapping[str, Any]  # an item of Evaluation.samples
 COUNTED = "eval/unscored"  # a count, which counts as 0 in an evaluation without this metric
 
@@ -219,17 +220,18 @@ class Progress:
     """Prints the progress of a run: a context manager, inside of which `step` and `note` print. On a terminal the last
     steps are a live table. If the terminal vanishes (learner.driver.process), lines are printed from then on.
 
-    dtype: the coarsest type that a logprob goes through (Settings.kv_dtype).
+    dtype: the coarsest type that a logprob goes through (Settings.kv_dtype). evaluates: steps between evaluations, or 0.
     """
 
-    def __init__(self, total_steps: int, dtype: str, console: Console | None = None) -> None:
-        self.total_steps, self._dtype = total_steps, dtype
+    def __init__(self, total_steps: int, dtype: str, console: Console | None = None, evaluates: int = 0) -> None:
+        self.total_steps, self._dtype, self._evaluates = total_steps, dtype, evaluates
         self._told_usual = False
         self.console = console or Console()
         self._rows: deque[list[str]] = deque(maxlen=ROWS)
         self._status = "starting"
         self._live: Live | None = None
-        self._seconds: list[float] = []  # time of each step
+        self._seconds: list[float] = []  # time of each step, without that of an evaluation
+        self._evaluations: list[float] = []  # time of each evaluation
 
     def __enter__(self) -> "Progress":
         if self.console.is_terminal:
@@ -284,8 +286,14 @@ class Progress:
         """A clause with the time that is left; '' for step 0, which is only an evaluation."""
         if "time/step" not in metrics:
             return ""
-        self._seconds.append(metrics["time/step"])
-        return f", {duration((self.total_steps - step) * median(self._seconds[-RECENT:]))} left"
+        evaluation = metrics.get("time/evaluate", 0.0)  # of the evaluation before this step
+        self._evaluations += [evaluation] * (evaluation > 0)
+        self._seconds.append(metrics["time/step"] - evaluation)
+        left = (self.total_steps - step) * mean(self._seconds[1:][-RECENT:] or self._seconds)  # the first compiles
+        if self._evaluates and self._evaluations:
+            to_come = self.total_steps // self._evaluates - (step - 1) // self._evaluates
+            left += to_come * mean(self._evaluations)
+        return f", {duration(left)} left"
 
     def note(self, text: str) -> None:
         """Prints a line. On a terminal it goes above the table, and is also the status below it."""

@@ -55,7 +55,8 @@ async def run(prepared: Prepared) -> int:
     """Runs to the last step, or until asked to stop; returns the exit code. Raises any error that ends the run."""
     config, phases = prepared.config, Phases()
     phases.until_now("preflight")
-    with Progress(prepared.total_steps, prepared.config.kv_dtype) as progress:
+    every = config.data.eval.every
+    with Progress(prepared.total_steps, config.kv_dtype, evaluates=every) as progress:
         # Logging is set up inside this block, where Progress prints lines above its live table.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         progress.note(f"run folder {config.run_dir}")

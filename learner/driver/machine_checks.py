@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping
 from importlib.metadata import distributions
 from importlib.util import find_spec
-from pathlib import Path
 
 from cluster import machine
 from cluster.errors import WrongInput
@@ -95,7 +94,7 @@ def _check_cards(config: RunConfig) -> None:
             f"CUDA_VISIBLE_DEVICES: shows {len(visible)} of {there} cards, and the run needs {count} GPU; name more, "
             "or lower cluster.gpus"
         )
-    if wrong := driver_too_old(driver, torch_cuda()):
+    if wrong := driver_too_old(driver, machine.torch_cuda()):
         raise WrongInput(wrong)
     if config.cluster.gpus.learner > 0 and find_spec("liger_kernel") is None:
         raise WrongInput("liger-kernel: is not installed, and a learner on a card needs it; pip install -e '.[gpu]'")
@@ -108,18 +107,8 @@ def _check_card(config: RunConfig, capability: tuple[int, int], name: str) -> No
         raise WrongInput(f"{wrong} ({name})")
 
 
-def torch_cuda() -> str | None:
-    """The CUDA version that torch is built for (`13.0`), '' for a CPU build, None without torch. Imports nothing."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    lines = (Path(spec.origin).parent / "version.py").read_text().splitlines()
-    found = next((line.partition("=")[2] for line in lines if line.startswith("cuda")), "None").strip()
-    return "" if found == "None" else found.strip("'\"")
-
-
 def driver_too_old(driver: str, cuda: str | None) -> str | None:
-    """A sentence with what to do if the driver is too old for torch, else None. cuda: as torch_cuda returns it."""
+    """A sentence with what to do if the driver is too old for torch, else None. cuda: as machine.torch_cuda has it."""
     if cuda is None:
         return "torch: is not installed; pip install -e '.[gpu]'"
     if not cuda:
@@ -145,11 +134,17 @@ def cuda_wheels() -> frozenset[int]:
 
 
 def machine_notes(config: RunConfig) -> tuple[str, ...]:
-    """Lines for the user about the system, for a run on this machine's cards."""
-    if all(role.gpus == 0 for role in roles(config)) or joins(config.cluster.address):
+    """Lines for the user about the system and its cards, for a run on this machine."""
+    if joins(config.cluster.address):
         return ()
+    if all(role.gpus == 0 for role in roles(config)):
+        unused = [] if machine.usable_cards() else machine.visible_cards()
+        return tuple(
+            f"cards: {len(unused)} x {card.name}, not used: this torch is for CPUs; make setup GPU=1 has another"
+            for card in unused[:1]
+        )
     notes = []
-    own = int((torch_cuda() or "0").partition(".")[0])
+    own = int((machine.torch_cuda() or "0").partition(".")[0])
     if others := cuda_wheels() - {own}:
         versions = ", ".join(map(str, sorted(others)))
         notes.append(f"CUDA: wheels for {versions} are installed beside torch's {own}; gleaner doctor says more")

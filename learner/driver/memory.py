@@ -67,6 +67,15 @@ def card_size(text: str) -> CardSize:
         raise ValueError(f"must be a card or its size, for example {EXAMPLES}, got {plain[:40]!r}{meant}") from None
 
 
+def card_here() -> CardSize:
+    """The size of the visible card with least room. Raises ValueError if there is none."""
+    if not (cards_here := visible_cards()):
+        raise ValueError(f"no card is visible here; name one, or its size, for example {EXAMPLES}")
+    least = min(cards_here, key=lambda card: card.free)
+    note = f"{least.name}: {gib(least.free)} of {gib(least.size)} are free"
+    return CardSize(least.free, CardKind(least.name, 0, least.size, least.capability), note)
+
+
 # The cards that a run is planned for: those of this machine, or with --assume-gpus the cards of another machine on
 # which the configuration will run.
 
@@ -109,10 +118,17 @@ def cards_present(config: RunConfig) -> Cards | None:
     cards = visible_cards()
     if not cards:
         return None
-    least = min(cards[: cards_wanted(config) or None], key=lambda card: card.free)
+    wanted = cards_wanted(config)
+    least = min(cards[: wanted or None], key=lambda card: card.free)
     told = f"cards: {len(cards)} x {least.name}"
     if least.taken:
         told += f", of whose {gib(least.size)} only {gib(least.free)} are free: other processes have the rest"
+        if any(card.free > least.free for card in cards[wanted:]):
+            told += " (CUDA_VISIBLE_DEVICES can name a freer one)"
+    gpus = config.cluster.gpus
+    told += f"; cluster.gpus: generator {gpus.generator:g}, learner {gpus.learner:g} (0 and 0: CPUs)"
+    if len(cards) > wanted > 0:
+        told += f", {wanted} of {len(cards)} cards (more: rollout.workers)"
     return Cards(len(cards), least.free, assumed=False, note=told)
 
 

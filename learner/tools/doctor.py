@@ -50,7 +50,7 @@ class Facts:
     """The facts about this machine and this Python. Sizes are in bytes.
 
     packages: versions of the packages in WATCHED. cuda_wheels: major versions of CUDA among NVIDIA's wheels. nvcc: CUDA
-    version of the compiler on the path. torch_cuda: see learner.driver.machine_checks.torch_cuda. cards: all GPUs;
+    version of the compiler on the path. torch_cuda: see cluster.machine.torch_cuda. cards: all GPUs;
     visible: those that CUDA_VISIBLE_DEVICES (`named`) leaves. headers: whether Python.h is there. shared: free bytes of
     /dev/shm. disk: free bytes where models, runs and temporary files go. hub: whether it answers; None: not tried,
     since it is switched off or a proxy is set. token: whether a token for the hub is there. walls: what confines a
@@ -83,7 +83,7 @@ def gather() -> Facts:
     """Gathers the facts."""
     from huggingface_hub import get_token
 
-    from learner.driver.machine_checks import cuda_wheels, torch_cuda
+    from learner.driver.machine_checks import cuda_wheels
 
     installed = {(found.metadata["Name"] or "").lower(): found.version for found in distributions()}
     return Facts(
@@ -91,7 +91,7 @@ def gather() -> Facts:
         packages={name: installed[name] for name in WATCHED if name in installed},
         cuda_wheels=cuda_wheels(),
         nvcc=_nvcc(),
-        torch_cuda=torch_cuda(),
+        torch_cuda=machine.torch_cuda(),
         driver=machine.card_driver_version(),
         cards=tuple(machine.visible_cards({})),
         visible=tuple(machine.visible_cards()),

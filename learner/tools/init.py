@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from cluster import machine
 from cluster.errors import WrongInput
 from cluster.files import writing
+from cluster.memory.plan import BF16
 from learner.driver import process
 from learner.main import Request, epilog
 
@@ -19,12 +21,12 @@ from learner.main import Request, epilog
 class InitRequest(Request):
     """Write the files of a first run.
 
-    They are a commented configuration, a reward function and eight rows of data. Nothing that is there is overwritten.
+    They are a commented configuration, a reward function and forty rows of data. Nothing that is there is overwritten.
     """
 
     EPILOG = epilog(
         "gleaner init my-run && cd my-run && gleaner train --config config.yaml",
-        "gleaner init my-run --model Qwen/Qwen2.5-0.5B-Instruct",
+        "gleaner init my-run --model Qwen/Qwen2.5-1.5B-Instruct",
         failed="it failed on the way",
     )
 
@@ -49,11 +51,11 @@ model:
 data:
   path: data.jsonl               # or a CSV or Parquet file, or a hub name such as openai/gsm8k
   prompt: question               # the column that the model is asked; all others go to the reward functions
-  # system: "Think, then answer in <answer> tags."
-  eval: {{size: 1, every: 10}}     # problems that are held out of training; give more rows, and hold out more
+  {system}
+  eval: {{size: 10, every: 10}}    # problems that are held out of training; 100 and more tell a small gain from chance
 rewards:                         # their weighted sum; gleaner rewards list says what is built in
   - {{use: "my_rewards.py:accuracy", weight: 1.0}}
-  - {{use: format, weight: 0.2}}   # <reasoning>...</reasoning><answer>...</answer>
+  - {{use: format, weight: 0.2}}   # <reasoning>...</reasoning><answer>...</answer>{asked}
 rollout:
   num_generations: 8             # completions per problem, which are compared with each other
   max_prompt_length: {prompt}          # tokens
@@ -62,7 +64,7 @@ rollout:
 learner:
   learning_rate: {rate}
   groups_per_step: 4             # problems per step
-# cluster: {{gpus: {{generator: 0.5, learner: 0.5}}}}     # two slices of one card; without this line: CPU
+# cluster: {{gpus: {{generator: 0, learner: 0}}}}     # CPUs alone; without this line: the card, if one is here
 """
 
 REWARD = '''\
@@ -80,19 +82,26 @@ def accuracy(prompts, completions, answer, **columns):
     return scores
 '''
 
-SUMS = {
-    "5 + 2 + 3 - 0": 10, "7 + 1 - 4": 4, "9 - 3 + 2 + 6": 14, "4 + 4 + 4": 12,
-    "8 - 5 + 1": 4, "2 + 6 + 7 - 3": 12, "1 + 9 - 8": 2, "6 + 3 + 5 - 4": 10,
-}  # fmt: skip
+SUMS = [(a, (3 * a + b) % 10, (a + 2 * b) % 10) for a in range(10) for b in range(4)]
 ROWS = [
-    {"question": f"State the final answer to the following arithmetic problem: {left} =", "answer": str(right)}
-    for left, right in SUMS.items()
+    {
+        "question": f"State the final answer to the following arithmetic problem: {a} + {b} - {c} =",
+        "answer": str(a + b - c),
+    }
+    for a, b, c in SUMS
 ]
 
 
 DEMO = Path(__file__).parents[2] / "examples" / "tiny-arithmetic"
-DEMO_SETTINGS = {"dtype": "float32", "prompt": 64, "completion": 64, "kv_cache": "64MiB", "rate": "1e-4"}
-SETTINGS = {"dtype": "bfloat16", "prompt": 256, "completion": 256, "kv_cache": "auto", "rate": "2e-5"}
+DEMO_SETTINGS = {
+    "dtype": "float32", "prompt": 64, "completion": 64, "kv_cache": "64MiB", "rate": "1e-4", "asked": "",
+    "system": '# system: "Think, then answer in <answer> tags."   # this model was taught to without being asked',
+}  # fmt: skip
+SETTINGS = {
+    "prompt": 256, "completion": 256, "kv_cache": "auto", "rate": "2e-5", "asked": ", as the system prompt asks",
+    "system": 'system: "Think first, inside <reasoning> and </reasoning>. Then give the answer, and nothing else, '
+    'inside <answer> and </answer>."',
+}  # fmt: skip
 
 
 def run(asked: InitRequest) -> int:
@@ -111,7 +120,10 @@ def write(folder: Path, model: str | None) -> str:
     one of the files exists, before anything is written."""
     if model is not None and Path(model).is_dir():  # the path is made absolute, since commands run in the folder
         model = str(Path(model).resolve())
-    chosen = {"model": json.dumps(model or str(_demo())), **(SETTINGS if model else DEMO_SETTINGS)}
+    chosen = {
+        "model": json.dumps(model or str(_demo())),
+        **(SETTINGS | {"dtype": _dtype()} if model else DEMO_SETTINGS),
+    }
     files = {
         "config.yaml": CONFIG.format(**chosen),
         "my_rewards.py": REWARD,
@@ -132,6 +144,13 @@ def write(folder: Path, model: str | None) -> str:
         f"check:  {inside}gleaner train --config config.yaml --dry-run\n"
         f"train:  {inside}gleaner train --config config.yaml"
     )
+
+
+def _dtype() -> str:
+    """The type in which this machine computes fastest: float32 on processors without products of 16 bits."""
+    if usable := machine.usable_cards():
+        return "bfloat16" if min(card.capability for card in usable) >= BF16 else "float16"
+    return "bfloat16" if machine.cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
 
 
 def _demo() -> Path:

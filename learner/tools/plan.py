@@ -57,8 +57,11 @@ class PlanRequest(Request):
     )
 
     gpu: Annotated[
-        str, typer.Option(metavar="CARD", help="A card, or the memory of one: rtx4090, 24 (GB as sold), 24GiB.")
-    ]
+        str | None,
+        typer.Option(
+            metavar="CARD", help="A card, or the memory of one: rtx4090, 24 (GB as sold), 24GiB; else the one here."
+        ),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(help="Name in the table or on the hub, or a folder with config.json; else five usual sizes."),
@@ -441,7 +444,7 @@ def _card(asked: PlanRequest) -> "CardSize":
     from learner.driver import memory
 
     try:
-        size = memory.card_size(asked.gpu)
+        size = memory.card_here() if asked.gpu is None else memory.card_size(asked.gpu)
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from None
     if asked.kv_cache_dtype == "fp8" and size.card is not None and size.card.capability < cards.FP8_KV:

@@ -5,7 +5,8 @@ from typing import Any, get_args
 import pytest
 
 from learner.config import RunConfig
-from learner.config.arrangement import ARRANGEMENTS
+from learner.config.arrangement import ARRANGEMENTS, with_cards
+from learner.config.load import validated
 from learner.config.settings import MemoryConfig
 from learner.driver.arrangement import HOOKS, Hooks, InTurns, OneBase, hooks_of
 
@@ -52,3 +53,38 @@ def test_what_the_planner_may_choose_from(layout: str, changed: dict[str, Any], 
 def test_ranks_that_hold_the_whole_model_keep_what_a_step_began_with() -> None:
     config = run("auto", cluster={"learners": 2})
     assert config.arrangement.undoes(config)
+
+
+@pytest.mark.parametrize(
+    ("cards", "settings", "gpus"),
+    [
+        (0, {}, None),
+        (1, {}, (0.5, 0.5)),
+        (2, {}, (1, 1)),
+        (2, {"memory": {"layout": "shared"}}, (0.5, 0.5)),
+        (2, {"memory": {"layout": "alternating"}}, (0.5, 0.5)),
+        (1, {"memory": {"layout": "separate"}}, (1, 1)),  # the check of the machine's cards refuses it
+        (1, {"rollout": {"workers": 2}}, (0.33, 0.33)),
+        (2, {"rollout": {"workers": 2}}, (0.33, 0.33)),
+        (3, {"rollout": {"workers": 2}}, (1, 1)),
+        (4, {"cluster": {"tensor_parallel": 2}}, (2, 1)),
+        (4, {"cluster": {"learners": 2}}, (1, 1)),
+        (2, {"cluster": {"rewards": {"processes": 1, "gpus": 1}}}, (0.5, 0.5)),
+        (2, {"cluster": {"address": "auto"}}, (1, 1)),
+        (2, {"cluster": {"gpus": {"generator": 0.5, "learner": 0.5}}}, (0.5, 0.5)),
+        (2, {"cluster": {"gpus": {"generator": 1}}}, (1, 0)),
+        (2, {"cluster": {"gpus": {}}}, (0, 0)),
+        (2, {"cluster": None}, None),
+        (2, {"cluster": "two cards"}, None),
+    ],
+)  # fmt: skip
+def test_settings_that_name_no_card_take_those_that_are_here(
+    cards: int, settings: dict[str, Any], gpus: tuple[float, float] | None
+) -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": ["number"], **settings}
+    if gpus is None:
+        assert with_cards(tree, cards) == tree
+        return
+    config = validated(tree, cards)
+    assert (config.cluster.gpus.generator, config.cluster.gpus.learner) == gpus
+    assert with_cards(tree, 0) == tree

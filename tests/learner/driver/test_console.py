@@ -49,7 +49,19 @@ def test_the_time_left_is_that_of_a_usual_step_for_each_one_to_come() -> None:
         progress.step(step, {"time/step": seconds, "reward/mean": 0.5})
     first, *later = said.getvalue().splitlines()
     assert first == "step 0/13 accuracy 0.250"
-    assert [line.split(", ")[-1] for line in later] == ["6 min left", "3 min left", "50 s left"]
+    assert [line.split(", ")[-1] for line in later] == ["6 min left", "55 s left", "50 s left"]
+
+
+def test_the_time_left_has_the_evaluations_to_come_and_counts_none_as_a_step() -> None:
+    said = io.StringIO()
+    progress = Progress(6, "float32", Console(file=said, width=200), evaluates=3)
+    before = {1: 100.0, 4: 80.0}  # seconds of the evaluations of step 0 and of step 3, which the next step tells
+    for step in range(1, 7):
+        taken = before.get(step, 0.0)
+        progress.step(step, {"time/step": (8.0 if step % 2 else 12.0) + taken, "time/evaluate": taken})
+    told = [line.split(", ")[-1] for line in said.getvalue().splitlines()]
+    # 2 to come at 100 s and 5 steps at 8; 4 at 12; 3 at 10; then 1 at 90 and 2 at 32/3; 1 at 10; 0
+    assert told == ["4 min left", "4 min left", "4 min left", "2 min left", "2 min left", "2 min left"]
 
 
 @pytest.mark.parametrize(

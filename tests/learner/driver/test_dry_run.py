@@ -138,8 +138,18 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
     assert line.startswith("error: --verbose: is of --dry-run; a run writes its settings to config.yaml")
     (line,) = refused(config, "--assume-gpus", "80GiB", capsys=capsys)
     assert line == "error: --assume-gpus: a run needs the cards themselves; give it with --dry-run"
-    (line,) = refused(config_of(model), "--dry-run", "--assume-gpus", "80GiB", capsys=capsys)
+    on_cpus = config_of(model, cluster={"gpus": {"generator": 0, "learner": 0}})
+    (line,) = refused(on_cpus, "--dry-run", "--assume-gpus", "80GiB", capsys=capsys)
     assert "--assume-gpus: this configuration runs on CPUs alone" in line
+
+
+@pytest.mark.usefixtures("no_trials")
+def test_settings_that_name_no_card_take_the_assumed_ones(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.yaml").write_text(yaml.safe_dump(config_of(model)))
+    for cards, each in (("80GiB", "0.5"), ("2x80GiB", "1")):
+        assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", cards]) == 0
+        out = capsys.readouterr().out
+        assert f"placement    generator-0: 1 CPU, {each} GPU\nplacement    learner: 1 CPU, {each} GPU\n" in out
 
 
 @pytest.mark.parametrize(

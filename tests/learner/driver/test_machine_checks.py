@@ -41,7 +41,7 @@ def set_up(
 
     monkeypatch.setattr(machine, "visible_cards", visible)
     monkeypatch.setattr(machine, "card_driver_version", lambda: driver)
-    monkeypatch.setattr(machine_checks, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: cuda)
     monkeypatch.setattr(machine_checks, "find_spec", lambda name: name if liger and name == "liger_kernel" else None)
 
 
@@ -112,3 +112,12 @@ def test_our_own_wheels_are_of_one_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     assert cuda_wheels() == {13}
     there.append(SimpleNamespace(metadata={"Name": "nvidia-cublas-cu12"}, version="12.8"))
     assert cuda_wheels() == {12, 13}
+
+
+def test_cards_that_this_torch_cannot_use_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, [H100, H100], 2, cuda="")
+    monkeypatch.setattr(machine, "usable_cards", list)
+    (note,) = machine_checks.machine_notes(config_of(0))
+    assert note.startswith("cards: 2 x H100, not used: this torch is for CPUs; make setup GPU=1")
+    monkeypatch.setattr(machine, "usable_cards", lambda: [H100])  # the settings ask for CPUs
+    assert machine_checks.machine_notes(config_of(0)) == ()

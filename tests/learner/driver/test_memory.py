@@ -289,13 +289,20 @@ def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch
     found = cards_present(both)
     assert found is not None
     assert (found.count, found.size, found.assumed) == (2, 75 * GIB, False)
-    assert found.note == "cards: 2 x H100, of whose 80.0 GiB only 75.0 GiB are free: other processes have the rest"
+    taken = "of whose 80.0 GiB only 75.0 GiB are free: other processes have the rest"
+    roles = "; cluster.gpus: generator 1, learner 1 (0 and 0: CPUs)"
+    assert found.note == f"cards: 2 x H100, {taken}{roles}"
     assert size_for(config_of(), found) == 75 * GIB
     of_one = cards_present(config_of())
     assert of_one is not None
     assert of_one.size == 79 * GIB  # the run gets the first, so the second may be as full as it likes
+    assert str(of_one.note).endswith("learner 0.5 (0 and 0: CPUs), 1 of 2 cards (more: rollout.workers)")
+    monkeypatch.setattr(memory, "visible_cards", lambda: here[::-1])
+    assert f"{taken} (CUDA_VISIBLE_DEVICES can name a freer one)" in str(
+        getattr(cards_present(config_of()), "note", "")
+    )
     monkeypatch.setattr(memory, "visible_cards", lambda: here[:1])
-    assert cards_present(both) == Cards(1, 79 * GIB, False, "cards: 1 x H100")
+    assert cards_present(both) == Cards(1, 79 * GIB, False, f"cards: 1 x H100{roles}")
     monkeypatch.setattr(memory, "visible_cards", list)
     assert cards_present(both) is None
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster import machine
+from cluster.machine import Card
 from learner.config.load import load_config
 from learner.driver.console import escaped
 from learner.tools.cli import main
@@ -115,13 +117,29 @@ def test_what_it_writes_is_a_configuration(tmp_path: Path, capsys: pytest.Captur
     assert main(["init", str(folder)]) == 0
     assert f"cd {folder} && gleaner train --config config.yaml --dry-run" in capsys.readouterr().out
     assert load_config(str(folder / "config.yaml"), []).data.path.endswith("data.jsonl")
-    assert len((folder / "data.jsonl").read_text().splitlines()) == 8
+    assert len((folder / "data.jsonl").read_text().splitlines()) == 40
 
 
-def test_a_model_of_one_s_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("capability", "flags", "dtype"),
+    [
+        ((9, 0), "avx2", "bfloat16"), ((7, 5), "avx512_bf16", "float16"), (None, "avx2 amx_bf16", "bfloat16"),
+        (None, "avx2", "float32"),
+    ],
+)  # fmt: skip
+def test_a_model_of_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, flags: str, dtype: str
+) -> None:
+    """It is asked for what the rewards check, in the type that the machine computes in."""
+    cards = [] if capability is None else [Card("card", "a", 2**34, 2**34, capability)]
+    monkeypatch.setattr(machine, "usable_cards", lambda: cards)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
     assert main(["init", str(tmp_path), "--model", "org/name: it"]) == 0
-    config = load_config(str(tmp_path / "config.yaml"), [])
-    assert (config.model.path, config.model.dtype) == ("org/name: it", "bfloat16")
+    config = load_config(str(tmp_path / "config.yaml"), [], len(cards))
+    assert (config.model.path, config.model.dtype) == ("org/name: it", dtype)
+    assert "format" in [reward.use for reward in config.rewards]
+    assert "<reasoning>" in str(config.data.system)
+    assert (config.cluster.gpus.generator > 0) == bool(cards)
 
 
 def test_a_model_s_folder_is_found_from_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
