@@ -57,6 +57,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
+def cpu_dtype() -> str:
+    """The type in which this machine's processors multiply fastest."""
+    return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
+
+
 def shared_memory() -> int | None:
     """Free bytes of /dev/shm, where Ray keeps its object store; None if the machine has no /dev/shm."""
     return shutil.disk_usage(SHARED).free if SHARED.is_dir() else None

@@ -38,19 +38,23 @@ from cluster.memory.shape import ALL, DTYPE_BYTES, SHAPES, Base, Checkpointing, 
 
 # GPUs by name. CARDS has MiB as nvidia-smi (NVML) shows them with a driver of 2024 or later. They are less than the GB
 # that a GPU is sold with where a part is reserved, for example for error correction. Compute capability is from
-# developer.nvidia.com/cuda-gpus.
+# developer.nvidia.com/cuda-gpus, GB/s and TFLOP/s (16 bits on tensor cores, dense, with float32 sums) from NVIDIA's
+# data sheets and architecture papers.
 
 BF16, FP8_KV, OLDEST = (8, 0), (8, 9), (7, 5)  # the lowest compute capability with bfloat16, fp8 KV cache, CUDA 13
 
 
 @dataclass(frozen=True, slots=True)
 class CardKind:
-    """A model of GPU: its short name, the GB that it is sold with, its bytes of memory and its compute capability."""
+    """A model of GPU: its short name, the GB that it is sold with, its bytes of memory, its compute capability, and the
+    bytes from and to memory and operations of 16-bit products that it does in a second; 0: not known."""
 
     name: str
     sold: int
     bytes: int
     capability: tuple[int, int]
+    bandwidth: float = 0.0
+    flops: float = 0.0
 
     @property
     def free(self) -> int:
@@ -84,6 +88,15 @@ def named(text: str) -> tuple[CardKind, ...]:
     return exact or tuple(card for card in CARDS if _plain(card.name.partition("-")[0]) == wanted)
 
 
+def kind_of(name: str, size: int) -> CardKind | None:
+    """The row of CARDS that a GPU of `size` bytes is, by the driver's name for it (`NVIDIA A100-SXM4-80GB`); None if it
+    is in none: a notebook's GPU has a desktop's name, less memory and other rates."""
+    own = _plain(name)
+    found = [card for card in CARDS if _plain(card.name) in own or _plain(card.name.partition("-")[0]) in own]
+    near = [card for card in found if abs(card.bytes - size) < 0.1 * size]
+    return max(near, key=lambda card: len(card.name), default=None)
+
+
 def sold_as(size: int) -> tuple[CardKind, ...]:
     """The rows of CARDS that are sold with `size` GB."""
     return tuple(card for card in CARDS if card.sold == size)
@@ -102,45 +115,46 @@ def _plain(text: str) -> str:
 def _table(rows: str) -> tuple[CardKind, ...]:
     cards = []
     for row in rows.strip().splitlines():
-        name, sold, mib, capability = row.split()
+        name, sold, mib, capability, bandwidth, flops = row.split()
         major, minor = capability.split(".")
-        cards.append(CardKind(name, int(sold), int(mib) * 2**20, (int(major), int(minor))))
+        rates = float(bandwidth) * 1e9, float(flops) * 1e12
+        cards.append(CardKind(name, int(sold), int(mib) * 2**20, (int(major), int(minor)), *rates))
     return tuple(cards)
 
 
 CARDS = _table("""
-rtx2080ti       11  11264  7.5
-t4              16  15360  7.5
-rtx3060         12  12288  8.6
-rtx3070          8   8192  8.6
-rtx3080         10  10240  8.6
-rtx3090         24  24576  8.6
-rtx4060          8   8188  8.9
-rtx4060ti       16  16380  8.9
-rtx4070         12  12282  8.9
-rtx4080         16  16376  8.9
-rtx4090         24  24564  8.9
-rtx5070         12  12227 12.0
-rtx5070ti       16  16303 12.0
-rtx5080         16  16303 12.0
-rtx5090         32  32607 12.0
-rtxa4000        16  16376  8.6
-rtxa5000        24  24564  8.6
-rtxa6000        48  49140  8.6
-rtx6000ada      48  49140  8.9
-rtxpro6000      96  97887 12.0
-a10             24  23028  8.6
-a10g            24  23028  8.6
-a40             48  46068  8.6
-a100-40gb       40  40960  8.0
-a100-80gb       80  81920  8.0
-l4              24  23034  8.9
-l40s            48  46068  8.9
-h100            80  81559  9.0
-h100-nvl        94  95830  9.0
-gh200           96  97871  9.0
-h200           141 143771  9.0
-b200           192 183359 10.0
+rtx2080ti       11  11264  7.5    616    54
+t4              16  15360  7.5    320    65
+rtx3060         12  12288  8.6    360    25
+rtx3070          8   8192  8.6    448    41
+rtx3080         10  10240  8.6    760    60
+rtx3090         24  24576  8.6    936    71
+rtx4060          8   8188  8.9    272    30
+rtx4060ti       16  16380  8.9    288    44
+rtx4070         12  12282  8.9    504    58
+rtx4080         16  16376  8.9    717    97
+rtx4090         24  24564  8.9   1008   165
+rtx5070         12  12227 12.0    672    62
+rtx5070ti       16  16303 12.0    896    88
+rtx5080         16  16303 12.0    960   113
+rtx5090         32  32607 12.0   1792   210
+rtxa4000        16  16376  8.6    448    77
+rtxa5000        24  24564  8.6    768   111
+rtxa6000        48  49140  8.6    768   155
+rtx6000ada      48  49140  8.9    960   364
+rtxpro6000      96  97887 12.0   1792   504
+a10             24  23028  8.6    600   125
+a10g            24  23028  8.6    600    70
+a40             48  46068  8.6    696   150
+a100-40gb       40  40960  8.0   1555   312
+a100-80gb       80  81920  8.0   2039   312
+l4              24  23034  8.9    300   121
+l40s            48  46068  8.9    864   362
+h100            80  81559  9.0   3350   989
+h100-nvl        94  95830  9.0   3938   835
+gh200           96  97871  9.0   4000   989
+h200           141 143771  9.0   4800   989
+b200           192 183359 10.0   8000  2250
 """)
 
 

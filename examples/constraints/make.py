@@ -31,7 +31,10 @@ ASKED = (
     "Explain to a child in a sentence or two why people like {topic}.",
     "Describe {topic} in a sentence or two.",
 )
-ASKED_LATER = ("Say something nice about {topic} in a sentence or two.", "Give me a fun fact about {topic}, briefly.")
+ASKED_LATER = (
+    "Say something nice about {topic} in a sentence or two.",
+    "Give me a fun fact about {topic} in one or two sentences.",
+)
 
 
 class Kind(NamedTuple):
@@ -47,31 +50,39 @@ class Kind(NamedTuple):
 KINDS = {
     "title": Kind(
         ("Begin your answer with a title, wrapped in double angular brackets, such as <<poem of joy>>.",
-         "The first thing in your answer must be a title in double angular brackets, like <<a new day>>."),
+         "The first thing in your answer must be a title in double angular brackets, like <<a new day>>.",
+         "Put a title in double angular brackets at the beginning, for example <<my friend>>.",
+         "Write a title first, between << and >>, and then the answer."),
         ("Start with a title in double angular brackets, as in <<old stories>>, and then answer.",),
     ),
     "keyword": Kind(
-        ("Include the word {value} in your response.", "Use the word {value} at least once."),
+        ("Include the word {value} in your response.", "Use the word {value} at least once.",
+         "The word {value} must appear in your answer.", "Do not forget the word {value}."),
         ("Make use of the word {value} in your answer.",),
         ("curious", "gentle", "ancient", "bright", "famous", "quiet", "simple", "golden", "clever", "hidden"),
         ("wonderful", "brave", "strange"),
     ),
     "postscript": Kind(
         ("At the end of your response, add a postscript starting with P.S.",
-         "Close your answer with a postscript that begins with P.S."),
+         "Close your answer with a postscript that begins with P.S.",
+         "After your answer, add one more line that starts with P.S.", "Add a P.S. at the end."),
         ("Write a postscript after your answer. It has to start with P.S.",),
     ),
     "no_comma": Kind(
-        ("Do not use any commas in your response.", "Write your answer without a single comma."),
+        ("Do not use any commas in your response.", "Write your answer without a single comma.",
+         "Your answer must not contain commas.", "No commas, please."),
         ("Avoid all commas in your answer.",),
     ),
     "placeholder": Kind(
         ("Include a placeholder in square brackets, such as [name].",
-         "Put one placeholder in square brackets into your answer, such as [place]."),
+         "Put one placeholder in square brackets into your answer, such as [place].",
+         "Somewhere in your answer, leave a placeholder in square brackets, for example [number].",
+         "Your answer needs a placeholder like [city] in it."),
         ("Your answer has to contain a placeholder in square brackets, like [date].",),
     ),
     "words": Kind(
-        ("Use fewer than {value} words.", "Your answer must have less than {value} words."),
+        ("Use fewer than {value} words.", "Your answer must have less than {value} words.",
+         "Keep it under {value} words.", "Your answer has to be shorter than {value} words."),
         ("Stay below {value} words.",),
         ("20", "24", "30"), ("22", "26"),
     ),

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-WORDS = 8  # different ones, of 3 letters or more, that an answer has at least beside what the constraint asks for
-COPIED = 5  # so many words in a row that the prompt has too are no answer, but a copy of it
+WORDS = 5  # different ones, of 3 letters or more, that an answer has at least beside what the constraint asks for
+COPIED = 7  # so many words in a row that the prompt has too are no answer, but a copy of it
 Texts = list[str]
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from cluster.errors import WrongInput
 from cluster.files import writing
+from cluster.memory.seconds import duration
 from cluster.reading import BLOCK, MIB, json_value, read_bytes
 from cluster.telemetry import Timeline, number, seconds, union
 from learner.driver.checkpoint import learned_in
@@ -220,7 +221,7 @@ class Progress:
     """Prints the progress of a run: a context manager, inside of which `step` and `note` print. On a terminal the last
     steps are a live table. If the terminal vanishes (learner.driver.process), lines are printed from then on.
 
-    dtype: the coarsest type that a logprob goes through (Settings.kv_dtype). evaluates: steps between evaluations, or 0.
+    dtype: the coarsest type that a logprob goes through (Settings.kv_dtype). evaluates: evaluation interval.
     """
 
     def __init__(self, total_steps: int, dtype: str, console: Console | None = None, evaluates: int = 0) -> None:
@@ -345,14 +346,6 @@ class Progress:
             lines = _asked(old)
             lines.append(_said("both" if pairs else "before", old), style="not bold")
             self.console.print(lines, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """The seconds as `40 s`, `12 min` or `3 h 05 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _before_after(first: Evaluation, last: Evaluation) -> Table:

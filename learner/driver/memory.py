@@ -18,7 +18,8 @@ from cluster.machine import main_memory, visible_cards
 from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
-from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, plan
+from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, kind_of, plan
+from cluster.memory.seconds import Learning, Rates, duration, step_seconds
 from cluster.memory.shape import ALL, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins
@@ -73,7 +74,8 @@ def card_here() -> CardSize:
         raise ValueError(f"no card is visible here; name one, or its size, for example {EXAMPLES}")
     least = min(cards_here, key=lambda card: card.free)
     note = f"{least.name}: {gib(least.free)} of {gib(least.size)} are free"
-    return CardSize(least.free, CardKind(least.name, 0, least.size, least.capability), note)
+    kind = kind_of(least.name, least.size)
+    return CardSize(least.free, kind or CardKind(least.name, 0, least.size, least.capability), note)
 
 
 # The cards that a run is planned for: those of this machine, or with --assume-gpus the cards of another machine on
@@ -85,7 +87,7 @@ class Cards:
     """The cards of one node.
 
     count: number of cards. size: bytes of each card that a run can have. assumed: whether they come from --assume-gpus.
-    note: a line for the user. kind: the kind of card, if --assume-gpus names one.
+    note: a line for the user. kind: the kind of card, where it is known.
     """
 
     count: int
@@ -129,7 +131,8 @@ def cards_present(config: RunConfig) -> Cards | None:
     told += f"; cluster.gpus: generator {gpus.generator:g}, learner {gpus.learner:g} (0 and 0: CPUs)"
     if len(cards) > wanted > 0:
         told += f", {wanted} of {len(cards)} cards (more: rollout.workers)"
-    return Cards(len(cards), least.free, assumed=False, note=told)
+    kind = kind_of(least.name, least.size)
+    return Cards(len(cards), least.free, assumed=False, note=told, kind=kind)
 
 
 def size_for(config: RunConfig, cards: Cards | None) -> int | None:
@@ -519,3 +522,29 @@ class PlanFile:
         with writing(partial):
             partial.write_text(json.dumps({**self._settings, **roles}, indent=2))
             os.replace(partial, self._file)  # atomic, since other processes may be reading the file
+
+
+# How long the run will take.
+
+
+def hours(config: RunConfig, budgets: Budgets, cards: Cards | None, steps: int, held_out: int) -> tuple[str, ...]:
+    """A line for the user about the seconds of a step and the duration of the run, where the kind of card is known.
+    held_out: problems of an evaluation."""
+    found, kind, work = budgets.plan, None if cards is None else cards.kind, workload(config, budgets.sequences)
+    on_cards = min(config.cluster.gpus.generator, config.cluster.gpus.learner) > 0
+    if found is None or kind is None or kind.flops == 0 or not on_cards or config.model.dtype == "float32":
+        return ()
+    learning = Learning(
+        config.learner.mode, config.model.dtype, found.base, found.checkpointing, found.token_budget,
+        config.learner.groups_per_step,
+    )  # fmt: skip
+    told = step_seconds(
+        found.shape, work, learning, Rates(kind.flops, kind.bandwidth), cuda=True,
+        length=config.rollout.max_completion_length, workers=config.rollout.workers,
+        learners=config.cluster.learners, together=config.max_staleness > 0,
+    )  # fmt: skip
+    every, a_step = config.data.eval.every, config.learner.groups_per_step * work.generations
+    evaluations = (1 + steps // every) * told.generate * held_out / a_step if every else 0.0
+    more = f" and {duration(evaluations)} for evaluations" if evaluations else ""
+    length = config.rollout.max_completion_length
+    return (f"time: about {told.words(steps)}{more} on {kind.name}, if all completions have {length} tokens",)

@@ -62,7 +62,7 @@ from learner.driver.input_checks import (
     try_functions,
 )
 from learner.driver.machine_checks import check_main_memory, check_placement, machine_notes
-from learner.driver.memory import Budgets, Cards, cards_present, layouts, settle, settled, size_for, wish_of
+from learner.driver.memory import Budgets, Cards, cards_present, hours, layouts, settle, settled, size_for, wish_of
 from learner.driver.record import POLICIES, read_policies
 from learner.model.adapter_config import MODEL
 from rewards.base import JUDGE
@@ -375,7 +375,8 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
     if chat is not None:
         for key, folder in adapters_in(config):
             notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
-    config, budgets, of_memory = _sized(found, config, chat, cards or cards_present(config))
+    cards = cards or cards_present(config)
+    config, budgets, of_memory = _sized(found, config, chat, cards)
     data = found.of(_loaded, config, chat)
     found.of(check_loss, config)
     if chat is not None:
@@ -400,6 +401,7 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
     changed = check_same_run(config, fingerprints, resume_from) if resume_from is not None else []
     steps = total_steps(config, len(problems), resume_from)
     finished = 0 if resume_from is None else checkpoint.step_of(resume_from)
+    of_memory += hours(config, budgets, cards, steps - finished, len(heldout))
     return Prepared(
         config=config,
         problems=problems,

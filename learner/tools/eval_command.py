@@ -113,7 +113,7 @@ class EvalProgress:
         if self._bar is not None:
             self._bar.update(self._task, advance=more)
         elif more and now - self._told >= EVERY_S:
-            from learner.driver.console import duration
+            from cluster.memory.seconds import duration
 
             self._told = now
             left = duration((now - self._began) * (total - self._count) / self._count)

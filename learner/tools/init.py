@@ -147,10 +147,10 @@ def write(folder: Path, model: str | None) -> str:
 
 
 def _dtype() -> str:
-    """The type in which this machine computes fastest: float32 on processors without products of 16 bits."""
+    """The type in which this machine computes fastest."""
     if usable := machine.usable_cards():
         return "bfloat16" if min(card.capability for card in usable) >= BF16 else "float16"
-    return "bfloat16" if machine.cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
+    return machine.cpu_dtype()
 
 
 def _demo() -> Path:

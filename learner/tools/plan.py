@@ -3,6 +3,7 @@ that --help is fast."""
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cluster.memory import plan as cards
+from cluster.memory.generator import kv_token_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
-from cluster.memory.quantised import FORMATS
+from cluster.memory.seconds import Learning, Rates, measured_rates, step_seconds
 from cluster.memory.shape import (
     DTYPE_BYTES,
     SHAPES,
@@ -27,16 +29,13 @@ from cluster.memory.shape import (
     total,
     unshared,
 )
-from learner.main import (
-    Request,
-    epilog,
-    natural,
-    positive,
-)
+from learner.main import Request, epilog, natural, positive
+from learner.tools.plan_bars import GIB, bars, save_png
 from rollout.architecture import NO_FLOAT16
+from rollout.config import DEFAULT_KV
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.table import Table
 
     from learner.driver.memory import CardSize
@@ -62,6 +61,9 @@ class PlanRequest(Request):
             metavar="CARD", help="A card, or the memory of one: rtx4090, 24 (GB as sold), 24GiB; else the one here."
         ),
     ] = None
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="This machine's CPUs instead: what --model takes there, and for how long.")
+    ] = False
     model: Annotated[
         str | None,
         typer.Option(help="Name in the table or on the hub, or a folder with config.json; else five usual sizes."),
@@ -84,6 +86,11 @@ class PlanRequest(Request):
     ram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Main memory of the machine, 64GiB; else of this one.")
     ] = None
+    groups: Annotated[int, typer.Option(parser=positive, metavar="N", help="Problems of a step, for its seconds.")] = 8
+    steps: Annotated[int, typer.Option(parser=positive, metavar="N", help="Steps of the run, for its hours.")] = 200
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Of --model: the longest completion that fits, in place of --completion.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Every number, by role and part, in bytes.")] = False
     png: Annotated[str | None, typer.Option(metavar="FILE", help="Stacked bars; needs gleaner-rl[plan].")] = None
 
@@ -91,6 +98,10 @@ class PlanRequest(Request):
         """Raises ValueError for options that do not go together."""
         if self.model is not None and self.every:
             raise ValueError("--all: does not go with --model, which names one; leave one of them out")
+        if self.cpu and (self.model is None or self.gpu is not None or self.longest or self.png is not None):
+            raise ValueError("--cpu: is asked of one model, named by --model, and without --gpu, --longest and --png")
+        if self.longest and self.model is None:
+            raise ValueError("--longest: is asked of one model; name it with --model")
         if self.algorithm == "grpo" and self.generations < 2:
             raise ValueError(
                 f"--generations: GRPO compares the completions of a group, so at least 2, got {self.generations}; "
@@ -148,109 +159,6 @@ def block(found: Plan, work: Workload, wish: Wish, *, model: str, staleness: int
     )  # fmt: skip
 
 
-# The picture of a plan: bars with the bytes of each role's parts on a GPU, in the terminal and as PNG.
-
-GIB = 2**30
-WIDTH = 72  # characters of a bar
-END = 1.35  # share of the GPU's memory at which the picture cuts the bars of a model that does not fit
-# The sections of a bar: label, role, parts, colour (of rich and of matplotlib).
-BANDS = (
-    ("learner: weights", "learner", ("weights", "gathered", "reference"), "blue"),
-    ("adapter, gradient, optimizer", "learner", ("adapters", "gradients", "optimizer"), "cyan"),
-    ("activations", "learner", ("checkpoints", "activations", "live", "update", "fragmentation"), "magenta"),
-    ("generator: weights", "generator", ("weights",), "green"),
-    ("KV cache", "generator", ("kv_cache",), "yellow"),
-    ("adapters, workspace, graphs", "generator", ("lora_slots", "workspace", "graphs", "fragmentation"), "red"),
-    ("contexts", "both", ("context",), "grey"),
-)
-
-
-def bands(plan: Plan) -> list[tuple[str, str, int]]:
-    """Returns (label, colour, bytes) of the sections of both roles; alternating roles are not on the GPU at once."""
-    roles = {"learner": [plan.learner], "generator": [plan.generator], "both": [plan.learner, plan.generator]}
-    return [
-        (label, colour, sum(parts.get(name, 0) for parts in roles[role] for name in names))
-        for label, role, names, colour in BANDS
-    ]
-
-
-def bars(plans: Sequence[Plan | Misfit], device: int) -> "Group":
-    """Returns a bar for each model, whose width is the GPU's memory; the hatched end is free."""
-    from rich.console import Group
-    from rich.text import Text
-
-    lines = [Text()]
-    for found in plans:
-        line = Text(f"{found.shape.name:>16} ")
-        if isinstance(found, Misfit):
-            line.append(f"does not fit: needs {found.needs / GIB:.1f} GiB", "red")
-            lines.append(line)
-            continue
-        scale = WIDTH / (device * (1 if found.layout == "slices" else 2))
-        used, drawn = 0, 0
-        for _, colour, size in bands(found):
-            used += size
-            cells = round(used * scale) - drawn
-            drawn += cells
-            line.append("█" * cells, _rich(colour))
-        line.append("░" * max(WIDTH - drawn, 0), "dim")
-        note = "" if found.layout == "slices" else f" {found.layout}, bar of two cards"
-        lines.append(line.append(f" {found.device_peak / GIB:.1f} GiB{note}"))
-    legend = Text(" " * 17)
-    for label, _, _, colour in BANDS:
-        legend.append("█ ", _rich(colour)).append(f"{label}  ")
-    return Group(*lines, legend)
-
-
-def save_png(plans: Sequence[Plan | Misfit], device: int, file: Path) -> None:
-    """Writes horizontal stacked bars with the GPU's size as a line. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure  # imported here: it is an extra of the package
-
-    figure = Figure(figsize=(11, 1.8 + 0.34 * len(plans)), layout="constrained")
-    axes = figure.subplots()
-    for row, found in enumerate(plans):
-        left = 0.0
-        chosen = found.least if isinstance(found, Misfit) else found
-        for label, colour, whole in bands(chosen):
-            size = min(whole, max(0, END * device - left * GIB))  # bars are cut at the end of the picture
-            faint = 0.25 if isinstance(found, Misfit) else 0.85
-            axes.barh(row, size / GIB, left=left, color=_plain(colour), alpha=faint, label=label if row == 0 else None)
-            left += size / GIB
-        axes.text(min(max(left, device / GIB), END * device / GIB), row, f"  {_words(found)}", va="center", fontsize=8)
-    axes.axvline(device / GIB, color="black", linestyle="--", label=f"the card, {device / GIB:.0f} GiB")
-    axes.set_yticks(range(len(plans)), [found.shape.name for found in plans])
-    axes.set_xlim(0, 2.1 * device / GIB)
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB of generator and learner together")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.6 / len(plans)), ncols=4, fontsize=8)
-    figure.savefig(file, dpi=140)
-
-
-def _words(found: Plan | Misfit) -> str:
-    if isinstance(found, Misfit):
-        return f"needs {found.needs / GIB:.0f} GiB"
-    twice = {"none": "no recomputation", "full": "all layers twice", "mlp": "MLPs twice"}
-    policy = found.checkpointing
-    how = f"{policy} of {found.shape.layers} layers twice" if isinstance(policy, int) else twice[policy]
-    return f"{found.layout}, {_base_words(found)} base, {how}, {found.sequences} sequences"
-
-
-def _base_words(found: Plan) -> str:
-    """How the base is stored."""
-    if found.base == "nf4":
-        return "4-bit"
-    stored = found.shape.stored if found.base == "none" else FORMATS[found.base]
-    return "16-bit" if stored is None else stored.name
-
-
-def _rich(colour: str) -> str:
-    return "grey50" if colour == "grey" else colour
-
-
-def _plain(colour: str) -> str:
-    return {"yellow": "gold", "cyan": "darkturquoise", "magenta": "mediumvioletred"}.get(colour, colour)
-
-
 # Output: what each method needs, what is chosen, the bars, main memory, and the block to paste.
 
 
@@ -277,9 +185,9 @@ def show_tables(
     )
 
 
-def show_one(shape: Shape, host: Parts, has: int, block: str) -> None:
-    """Prints, for a model that was named, the main memory that it needs, and the block to paste. has: the machine's
-    bytes of main memory."""
+def show_one(shape: Shape, host: Parts, has: int, time: str, block: str) -> None:
+    """Prints, for a model that was named, the main memory that it needs, the time, and the block to paste. has: the
+    machine's bytes of main memory."""
     console = _console()
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in host.items() if size)
     needed = total(host)
@@ -290,6 +198,7 @@ def show_one(shape: Shape, host: Parts, has: int, block: str) -> None:
     console.print(f"main memory, GiB: {needed / GIB:.1f}  ({parts}; docs/memory.md)")
     if needed > has:
         console.print(f"  the machine has {has / GIB:.1f}: the kernel would end a process", style="red")
+    console.print(time)
     console.print("to paste into a configuration:\n")
     print(block)  # not by the console, which would break long lines
 
@@ -331,6 +240,7 @@ def _choices(chosen: Sequence[Plan | Misfit]) -> "Table":
     return table
 
 
+MOST_TOKENS = 2**20  # that --longest looks at
 FIVE = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
 METHODS = {
     "full": Wish(mode="full", base="none", checkpointing="none"),
@@ -374,6 +284,8 @@ def run(asked: PlanRequest) -> int:
 
     try:
         asked.check()
+        if asked.cpu:
+            return _on_cpu(asked)
         size, has = _card(asked), parse_size(asked.ram) if asked.ram else main_memory()
         shapes = able([shape_at(asked.model)] if asked.model else _shapes(all_of_them=asked.every), size)
         asked.check_base(shapes)
@@ -381,6 +293,8 @@ def run(asked: PlanRequest) -> int:
         print(f"error: {str(error).replace('model.path: ', '--model: ', 1)}", file=sys.stderr)
         return 2
     work = Workload(asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2)
+    if asked.longest:
+        work = replace(work, completion=_longest(shapes[0], size, work, asked))
     found = [_plans(shape, size, work, asked) for shape in shapes]
     if asked.as_json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
@@ -396,7 +310,7 @@ def run(asked: PlanRequest) -> int:
         one = found[0]
         if asked.model and isinstance(one.chosen, Plan):
             text = block(one.chosen, work, one.wish, model=hub_name(asked.model, one.shape), staleness=asked.staleness)
-            show_one(one.shape, one.host, has, text)
+            show_one(one.shape, one.host, has, _time(one.chosen, one.wish, work, size, asked), text)
     if asked.png:
         try:
             save_png([one.chosen for one in found], size.bytes, Path(asked.png))
@@ -506,22 +420,89 @@ def asked_for(wish: Wish, method: Wish, dtype: str) -> Wish:
 
 def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> Found:
     """Returns what each method needs at least, and what the planner chooses for LoRA."""
+    ways = methods(shape, ppo=asked.algorithm == "ppo", old=no_bfloat16(size))
+    needs = {name: least(shape, size.bytes, work, _wanted(wish, size, asked)) for name, wish in ways.items()}
+    return Found(shape, _wanted(Wish(), size, asked), needs, _chosen(shape, size, work, asked))
+
+
+def _chosen(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> Plan | Misfit:
+    return plan(shape, size.bytes, work, _wanted(Wish(), size, asked))
+
+
+def _wanted(wish: Wish, size: "CardSize", asked: PlanRequest) -> Wish:
+    """The wish with what the user asks for."""
     old = no_bfloat16(size)
+    layouts = ("slices",) if asked.staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
+    layouts = ("separate",) if asked.cards == 2 else layouts
+    dtype = dtype_of(wish, "float16" if old else wish.dtype, old=old)
+    kv_dtype = dtype if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
+    shared = asked.base == "shared" and wish.mode == "lora"
+    value = asked.rank if asked.algorithm == "ppo" else 0
+    return replace(
+        wish, rank=asked.rank, value_rank=value, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared
+    )
 
-    def wanted(wish: Wish) -> Wish:
-        layouts = ("slices",) if asked.staleness > 0 else wish.layouts  # a generator that sleeps cannot run ahead
-        layouts = ("separate",) if asked.cards == 2 else layouts
-        dtype = dtype_of(wish, "float16" if old else wish.dtype, old=old)
-        kv_dtype = dtype if asked.kv_cache_dtype == "auto" else asked.kv_cache_dtype
-        shared = asked.base == "shared" and wish.mode == "lora"
-        value = asked.rank if asked.algorithm == "ppo" else 0
-        return replace(
-            wish, rank=asked.rank, value_rank=value, layouts=layouts, dtype=dtype, kv_dtype=kv_dtype, shared=shared
-        )
 
-    ways = methods(shape, ppo=asked.algorithm == "ppo", old=old)
-    needs = {name: least(shape, size.bytes, work, wanted(wish)) for name, wish in ways.items()}
-    return Found(shape, wanted(Wish()), needs, plan(shape, size.bytes, work, wanted(Wish())))
+def _on_cpu(asked: PlanRequest) -> int:
+    """Carries out `--cpu`: one core for each role, as is the default. Returns the exit code. Raises ValueError."""
+    from cluster.machine import cpu_dtype, main_memory
+    from learner.config.settings import AUTO_TOKEN_BUDGET
+    from learner.driver.memory import NO_LIMIT
+
+    shape, has, dtype = shape_at(str(asked.model)), main_memory(), cpu_dtype()
+    work = Workload(
+        asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2, groups=asked.groups
+    )
+    cache = max(DEFAULT_KV, work.generations * work.whole * kv_token_bytes(shape, dtype))
+    wish = Wish(
+        rank=asked.rank, dtype=dtype, kv_dtype=dtype, base="none", checkpointing="none", layouts=("slices",),
+        token_budget=AUTO_TOKEN_BUDGET, kv_bytes=cache, cuda=False,
+    )  # fmt: skip
+    found = plan(shape, NO_LIMIT, work, wish)
+    if isinstance(found, Misfit):
+        raise ValueError(f"--model: {found}")
+    learning = Learning(wish.mode, dtype, "none", "none", found.token_budget, asked.groups)
+    told = step_seconds(
+        shape, replace(work, sequences=found.sequences), learning, measured_rates(dtype, 1), cuda=False,
+        length=asked.completion, together=asked.staleness > 0,
+    )  # fmt: skip
+    fits = found.learner_bytes + found.generator_bytes <= has
+    if asked.as_json:
+        seconds = {"step": told.step, "generate": told.generate, "train": told.train, "push": told.push}
+        row = {"model": shape.name, "dtype": dtype, "fits": fits, "main_memory": has, "seconds": seconds}
+        print(json.dumps([row | {"learner": found.learner, "generator": found.generator}], indent=2))
+        return int(not fits)
+    each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
+    print(
+        f"{shape.name} in {dtype} on CPUs, LoRA: learner {gib(found.learner_bytes)}, generator "
+        f"{gib(found.generator_bytes)}; the machine has {gib(has)} and {os.cpu_count()} cores\n"
+        f"one core and thread for each role (cluster.cpus), {gib(cache)} of KV cache (rollout.kv_cache)\n"
+        f"time: about {told.words(asked.steps)}; {each}"
+    )
+    return int(not fits)
+
+
+def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> int:
+    """The longest completion, in tokens, for which there is a plan; at least 1, at most MOST_TOKENS."""
+    fits, beyond = 1, MOST_TOKENS + 1
+    while beyond - fits > 1:
+        tried = (fits + beyond) // 2
+        found = _chosen(shape, size, replace(work, completion=tried), asked)
+        fits, beyond = (tried, beyond) if isinstance(found, Plan) else (fits, tried)
+    return fits
+
+
+def _time(found: Plan, wish: Wish, work: Workload, size: "CardSize", asked: PlanRequest) -> str:
+    """The line about the seconds of a step and the hours of a run."""
+    kind = size.card
+    if kind is None or kind.flops == 0:
+        return "time: name the card (--gpu rtx4090) for the seconds of a step"
+    learning = Learning(wish.mode, wish.dtype, found.base, found.checkpointing, found.token_budget, asked.groups)
+    work = replace(work, sequences=found.sequences)
+    rates, together = Rates(kind.flops, kind.bandwidth), asked.staleness > 0
+    told = step_seconds(found.shape, work, learning, rates, cuda=True, length=work.completion, together=together)
+    each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
+    return f"time: about {told.words(asked.steps)}; {each} (docs/benchmarks.md)"
 
 
 def _as_json(one: Found) -> dict[str, Any]:

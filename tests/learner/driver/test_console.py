@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cluster.memory.seconds import duration
 from cluster.telemetry import Timeline
 from learner.driver import console
 from learner.driver.console import (
@@ -21,7 +22,6 @@ from learner.driver.console import (
     Progress,
     RewardOutput,
     age,
-    duration,
     read_phases,
     sentence,
 )

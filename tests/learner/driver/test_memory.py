@@ -19,7 +19,7 @@ from cluster.errors import WrongInput
 from cluster.machine import Card
 from cluster.memory import shape as units
 from cluster.memory.generator import asleep
-from cluster.memory.plan import BETWEEN, USABLE
+from cluster.memory.plan import BETWEEN, USABLE, kind_of
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
 from learner.driver import memory
@@ -302,7 +302,7 @@ def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch
         getattr(cards_present(config_of()), "note", "")
     )
     monkeypatch.setattr(memory, "visible_cards", lambda: here[:1])
-    assert cards_present(both) == Cards(1, 79 * GIB, False, f"cards: 1 x H100{roles}")
+    assert cards_present(both) == Cards(1, 79 * GIB, False, f"cards: 1 x H100{roles}", kind_of("h100", 80 * GIB))
     monkeypatch.setattr(memory, "visible_cards", list)
     assert cards_present(both) is None
 

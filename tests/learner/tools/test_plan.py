@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.machine import Card
 from cluster.memory.shape import SHAPES, SPARSE
 from learner.config import RunConfig
+from learner.driver import memory
 from learner.driver.memory import settle
 from learner.tools.cli import main
 from learner.tools.plan import FIVE
@@ -135,6 +138,43 @@ def test_the_block_to_paste_is_the_plan(
     assert found is not None
     for name in ("layout", "base", "checkpointing", "token_budget", "kv_bytes", "sequences", "device_bytes"):
         assert getattr(found, name) == chosen[name], name
+
+
+def test_the_longest_completion_and_the_time_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--gpu", "rtx4090", "--model", "Llama-3.1-8B"]
+    assert main([*asked, "--longest"]) == 0
+    out = capsys.readouterr().out
+    longest = int(re.search(r"max_completion_length: (\d+)", out)[1])  # type: ignore[index]
+    assert longest > 10_000
+    assert f"all completions of {longest} tokens" in " ".join(out.split())
+    for beyond, code in ((0, 0), (1, 1)):
+        assert main([*asked, "--completion", str(longest + beyond), "--json"]) == code
+    capsys.readouterr()
+    assert main(["plan", "--gpu", "24GiB", "--model", "Llama-3.1-8B"]) == 0
+    assert "time: name the card (--gpu rtx4090) for the seconds of a step" in capsys.readouterr().out
+    assert main(["plan", "--gpu", "24GiB", "--longest"]) == 2
+    assert "--longest: is asked of one model; name it with --model" in capsys.readouterr().err
+
+
+def test_the_card_that_is_here_and_the_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["plan"]) == 2
+    assert "--gpu: no card is visible here; name one, or its size" in capsys.readouterr().err
+    here = Card("NVIDIA H100 80GB HBM3", "a", 81559 * 2**20, 40 * 2**30, (9, 0))
+    monkeypatch.setattr(memory, "visible_cards", lambda: [here])
+    assert main(["plan", "--model", "Llama-3.1-8B"]) == 0
+    out = capsys.readouterr().out
+    assert "NVIDIA H100 80GB HBM3: 40.0 GiB of 79.6 GiB are free" in out
+    assert "time: about " in out
+    assert main(["plan", "--cpu", "--model", "SmolLM2-135M", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["fits"]
+    assert row["seconds"]["step"] > row["seconds"]["generate"] > 0
+    assert main(["plan", "--cpu", "--model", "SmolLM2-135M", "--steps", "7"]) == 0
+    assert "for 7 steps; 8 groups of 8" in capsys.readouterr().out
+    assert main(["plan", "--cpu", "--model", "Qwen2.5-14B"]) == 1  # no machine of the tests has so much memory
+    capsys.readouterr()
+    assert main(["plan", "--cpu"]) == 2
+    assert "--cpu: is asked of one model" in capsys.readouterr().err
 
 
 def test_main_memory_is_planned_and_compared(capsys: pytest.CaptureFixture[str]) -> None:

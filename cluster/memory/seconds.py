@@ -1,0 +1,189 @@
+"""How long a step of a run takes: seconds of generation, training and push, from the counts of a plan and what the
+device does in a second.
+
+A decoding step of the engine takes what the host needs for it (scheduling, sampling, one kernel after the other) and
+what the device needs: it reads all weights and the KV cache of the sequences, or multiplies, whichever takes longer.
+The learner takes what its products need, what its other operations move, and what the host needs to start them. The
+host's seconds and the shares of the data sheet that are reached are fitted to measured rows; benchmarks/hours.py names
+those, and compares the predictions with others.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from cluster.memory.generator import kv_token_bytes
+from cluster.memory.plan import Checkpointing, Workload
+from cluster.memory.shape import DTYPE_BYTES, Base, Shape
+
+
+class Rates(NamedTuple):
+    """What a device does in a second: of a GPU by its data sheet, of one core of a CPU as measured.
+
+    flops: floating-point operations of matrix products in the model's type (on tensor cores, dense, float32 sums).
+    bandwidth: bytes from and to its memory.
+    """
+
+    flops: float
+    bandwidth: float
+
+
+class Host(NamedTuple):
+    """Seconds that the host takes, and shares of a device's rates that are reached."""
+
+    step: float  # seconds of a decoding step
+    sequence: float  # more for each sequence of it
+    layer: float  # more for each layer, with its adapters
+    decoding: float  # share of the products' rate while decoding
+    reading: float  # share of the bandwidth
+    products: float  # share of the products' rate in the learner
+    layer_pass: tuple[float, float]  # seconds of the learner for a pass of a micro-batch through a layer: LoRA, full
+    push: float  # seconds until a pushed adapter is proven
+
+
+ON_CARD = Host(0.4e-3, 25e-6, 55e-6, 0.6, 0.82, 0.75, (1.2e-3, 0.6e-3), 0.25)
+ON_CPU = Host(2e-3, 120e-6, 100e-6, 0.35, 0.8, 0.8, (0.5e-3, 0.5e-3), 0.3)
+MOVED, MOVED_HEAD = 416, 48  # bytes for each element of a token's width in a layer, and of its logits (roofline.md)
+UNPACKED = 1.5  # bytes of a decoding step for each byte of a 4-bit base in 16 bits: packed, unpacked, partly cached
+UNPACKING = 62e9  # bytes in 16 bits that the learner unpacks in a second, with bitsandbytes on an H100
+PUSHED = 10e9  # bytes of whole weights that a push moves in a second
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What the learner's seconds depend on, as the keys of the configuration are named."""
+
+    mode: Literal["lora", "full"]
+    dtype: str
+    base: Base
+    checkpointing: Checkpointing
+    token_budget: int
+    groups: int  # of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of a step. together: whether the generators work while the learner trains (max_staleness above 0)."""
+
+    generate: float
+    train: float
+    push: float
+    together: bool
+
+    @property
+    def step(self) -> float:
+        longer = max(self.generate, self.train) if self.together else self.generate + self.train
+        return longer + self.push
+
+    def words(self, steps: int) -> str:
+        """For users: a step by part, and the duration of so many."""
+        parts = f"generation {self.generate:.1f} s, training {self.train:.1f} s, push {self.push:.1f} s"
+        both = ", the longer of the first two" if self.together else ""
+        return f"{self.step:.1f} s a step ({parts}{both}), {duration(steps * self.step)} for {steps} steps"
+
+
+def step_seconds(
+    shape: Shape,
+    work: Workload,
+    learning: Learning,
+    rates: Rates,
+    *,
+    cuda: bool,
+    length: float,
+    workers: int = 1,
+    learners: int = 1,
+    together: bool = False,
+) -> Seconds:
+    """Seconds of a step.
+
+    work: its lengths and groups; `sequences` is what one generator decodes at once. rates: of a card, or of all cores
+    of a role. length: mean tokens of a completion. workers, learners: processes of each role.
+    """
+    host = ON_CARD if cuda else ON_CPU
+    pushed = shape.params * DTYPE_BYTES[learning.dtype] / PUSHED if learning.mode == "full" else 0.0
+    return Seconds(
+        _generation(shape, work, learning, rates, host, length, workers),
+        _training(shape, work, learning, rates, host, length, learners),
+        host.push + pushed,
+        together,
+    )
+
+
+def _generation(
+    shape: Shape, work: Workload, learning: Learning, rates: Rates, host: Host, length: float, workers: int
+) -> float:
+    asked = learning.groups * work.generations / workers
+    batch = min(asked, work.sequences)
+    decoded = asked / batch * max(length, 1.0)  # decoding steps: what ends makes room for what waits
+    b = DTYPE_BYTES[learning.dtype]
+    weights = shape.params * (UNPACKED * 2 if learning.base == "nf4" else b)
+    cached = batch * (work.prompt + length / 2) * kv_token_bytes(shape, learning.dtype)
+    multiplied = 2 * shape.active_params * batch / (host.decoding * rates.flops)
+    device = max((weights + cached) / (host.reading * rates.bandwidth), multiplied)
+    own = host.step + host.sequence * batch + host.layer * shape.layers
+    prefilled = 2 * shape.active_params * learning.groups / workers * work.prompt / (host.products * rates.flops)
+    return decoded * (own + device) + prefilled
+
+
+def _training(
+    shape: Shape, work: Workload, learning: Learning, rates: Rates, host: Host, length: float, learners: int
+) -> float:
+    tokens = learning.groups * (work.prompt + work.generations * max(length - 1, 1)) / learners
+    again = _repeated(shape, learning.checkpointing)
+    passes = (2 if learning.mode == "lora" else 3) + again  # forward, backward by inputs and by weights
+    attended = 2 * shape.layers * shape.heads * shape.head_dim * (work.prompt + length / 2)
+    products = tokens * passes * (2 * shape.active_params + 2 * attended) / (host.products * rates.flops)
+    wide = MOVED * shape.layers * shape.hidden * (2 + again) / 2 + MOVED_HEAD * shape.vocab
+    moved = tokens * wide * DTYPE_BYTES[learning.dtype] / 2 / (host.reading * rates.bandwidth)
+    batches, own = math.ceil(tokens / learning.token_budget), host.layer_pass[learning.mode == "full"]
+    unpacked = batches * (2 + again) * 2 * shape.linear_params / UNPACKING if learning.base == "nf4" else 0.0
+    return products + moved + batches * passes * shape.layers * own + unpacked
+
+
+def _repeated(shape: Shape, checkpointing: Checkpointing) -> float:
+    """The share of the forward pass that is computed a second time."""
+    if isinstance(checkpointing, int):
+        return checkpointing / shape.layers
+    return {"none": 0.0, "mlp": 0.6}.get(str(checkpointing), 1.0)
+
+
+def duration(seconds: float) -> str:
+    """The seconds as `40 s`, `12 min` or `3 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+# What a core of this machine does in a second.
+
+SHAPE = 1024, 512, 1024  # rows, summed dimension, columns of a product of a small layer
+COPIED = 64 * 2**20  # bytes
+TURNS = 5
+
+
+def measured_rates(dtype: str, threads: int) -> Rates:
+    """The rates of `threads` cores of this machine, by the best of a few trials; it takes about a second, and torch."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows, summed, columns = SHAPE
+        kind = getattr(torch, dtype)
+        left, right = torch.ones(rows, summed, dtype=kind), torch.ones(summed, columns, dtype=kind)
+        source = torch.ones(COPIED // 4)
+        target = torch.empty_like(source)
+        multiplied = min(_timed(lambda: left @ right) for _ in range(TURNS))
+        copied = min(_timed(lambda: target.copy_(source)) for _ in range(TURNS))
+    finally:
+        torch.set_num_threads(before)
+    return Rates(2 * rows * summed * columns / multiplied, 2 * COPIED / copied)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

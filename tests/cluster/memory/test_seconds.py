@@ -1,0 +1,115 @@
+"""Seconds of a step: by hand for a small shape, what makes them longer, and the cards whose rates they are told for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.memory import seconds
+from cluster.memory.plan import Workload, kind_of
+from cluster.memory.seconds import Host, Learning, Rates, step_seconds
+from cluster.memory.shape import SHAPES, SPARSE, Shape
+
+SMALL = Shape("small", "llama", 8, 16, 2, 2, 1, 4, 32, tied=True)
+WORK = Workload(generations=4, prompt=6, completion=10, sequences=4)
+LORA = Learning("lora", "bfloat16", "none", "none", 16, 2)
+RATES = Rates(flops=1000.0, bandwidth=100.0)
+HOST = Host(
+    step=1.0, sequence=0.25, layer=0.5, decoding=0.5, reading=0.8, products=0.5, layer_pass=(2.0, 1.0), push=3.0
+)
+
+
+def told(shape: Shape = SMALL, work: Workload = WORK, learning: Learning = LORA, **changes: Any) -> seconds.Seconds:
+    return step_seconds(shape, work, learning, RATES, **{"cuda": True, "length": 10.0} | changes)
+
+
+def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seconds, "ON_CARD", HOST)
+    n = SMALL.params
+    # q 64, k and v 32 each, o 64, three of 128: 576 a layer, 16 more of norms; 256 of the tied embedding, 8 of the norm
+    assert n == 2 * (576 + 16) + 256 + 8
+    # Two groups of 4, 4 at once: 20 decoding steps. Each reads 2n bytes and the cache of 4 sequences at 6 + 5 tokens,
+    # 2 layers x 2 x 1 head x 4 x 2 bytes = 32 a token, at 80 a second; or multiplies 2 x 4 x n at 500.
+    reads, multiplies = (2 * n + 4 * 11 * 32) / 80, 8 * n / 500
+    prefill = 2 * n * 2 * 6 / 500
+    generate = 20 * (1 + 4 * 0.25 + 2 * 0.5 + max(reads, multiplies)) + prefill
+    # 2 x (6 + 4 x 9) = 84 tokens, twice through n weights and 2 x 2 x 2 x 4 = 32 products with each of 6 + 5 keys.
+    products = 84 * 2 * (2 * n + 2 * 32 * 11) / 500
+    moved = 84 * (416 * 2 * 8 + 48 * 32) / 80
+    train = products + moved + 6 * 2 * 2 * 2.0  # micro-batches of 16 tokens, passes, layers
+    found = told()
+    assert found.generate == pytest.approx(generate)
+    assert found.train == pytest.approx(train)
+    assert found.push == 3.0
+    assert found.step == pytest.approx(generate + train + 3)
+    assert told(together=True).step == pytest.approx(max(generate, train) + 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "longer"),
+    [
+        ({"length": 5.0}, (False, False)),
+        ({"work": replace(WORK, sequences=2)}, (True, None)),
+        ({"work": replace(WORK, generations=8)}, (True, True)),
+        ({"workers": 2}, (False, None)),
+        ({"learners": 2}, (None, False)),
+        ({"learning": replace(LORA, checkpointing="full")}, (None, True)),
+        ({"learning": replace(LORA, checkpointing=1)}, (None, True)),
+        ({"learning": replace(LORA, token_budget=8)}, (None, True)),
+        ({"learning": replace(LORA, base="nf4")}, (True, None)),
+        ({"learning": replace(LORA, groups=4)}, (True, True)),
+    ],
+)
+def test_what_makes_a_step_longer(changes: dict[str, Any], longer: tuple[bool | None, bool | None]) -> None:
+    """True: longer, False: shorter, None: as long."""
+    plain, found = told(), told(**changes)
+    for way, before, after in zip(longer, (plain.generate, plain.train), (found.generate, found.train), strict=True):
+        assert (None if after == pytest.approx(before) else after > before) == way
+
+
+def test_whole_weights_are_pushed_in_their_bytes() -> None:
+    shape = SHAPES["Llama-3.2-1B"]
+    full, lora = (told(shape, learning=replace(LORA, mode=mode)) for mode in ("full", "lora"))
+    assert full.push - lora.push == pytest.approx(shape.params * 2 / 10e9)
+
+
+def test_experts_that_a_token_skips_are_read_and_not_multiplied_by() -> None:
+    shape = SPARSE["Qwen3-30B-A3B"]
+    assert 5 * shape.active_params < shape.params
+    reads, multiplies = (
+        step_seconds(shape, WORK, LORA, rates, cuda=True, length=10.0).generate
+        for rates in (Rates(1e30, 1.0), Rates(1.0, 1e30))
+    )
+    assert reads == pytest.approx(20 * 2 * shape.params / seconds.ON_CARD.reading, rel=0.01)
+    assert multiplies < 20 * 2 * shape.params * 4 / 3
+
+
+def test_words() -> None:
+    found = seconds.Seconds(3.25, 1.0, 0.25, together=False)
+    assert found.words(200) == ("4.5 s a step (generation 3.2 s, training 1.0 s, push 0.2 s), 15 min for 200 steps")
+    assert "the longer of the first two" in replace(found, together=True).words(1)
+
+
+def test_the_rates_of_this_machine_are_those_of_a_computer() -> None:
+    rates = seconds.measured_rates("float32", 1)
+    assert 1e8 < rates.flops < 1e13
+    assert 1e8 < rates.bandwidth < 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81920, "a100-80gb"), ("NVIDIA A100-SXM4-40GB", 40960, "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", 24564, "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, None),
+        ("NVIDIA L4", 23034, "l4"), ("NVIDIA L40S", 46068, "l40s"), ("Tesla T4", 15360, "t4"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100"), ("NVIDIA H100 NVL", 95830, "h100-nvl"),
+        ("NVIDIA A10G", 23028, "a10g"), ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx6000ada"),
+        ("Quadro P4000", 8192, None),
+    ],
+)  # fmt: skip
+def test_a_card_s_kind_by_the_driver_s_name(name: str, mib: int, kind: str | None) -> None:
+    found = kind_of(name, mib * 2**20)
+    assert (found and found.name) == kind
+    assert found is None or (found.flops > 1e13 and found.bandwidth > 1e11)
