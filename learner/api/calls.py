@@ -121,6 +121,8 @@ class TrainResult:
         for row in self.metrics:
             if row["step"]:
                 watch.add(row)
+            else:
+                watch.evaluated(row)
         return watch.advice()
 
     def _held_out(self) -> Iterator[Metrics]:

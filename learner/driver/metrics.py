@@ -149,6 +149,8 @@ CUT = "length"  # finish_reason of a completion that rollout.max_completion_leng
 STEPS = 10  # number of steps that are judged together: a few steps of equal rewards are usual
 LEAST = 3  # number of steps that suffice where completions are cut off, or where the run has ended
 NEARLY_ALL = 0.9  # share of the completions, or groups, of these steps from which on the user is told
+MOST = 0.75  # share of groups with equal rewards from which on a task whose accuracy has stopped to rise is learned
+FLAT, GAIN = 0.02, 0.1  # of held-out accuracy: most between the last three evaluations, and least since the first
 
 
 class Signal(NamedTuple):
@@ -185,13 +187,15 @@ class SignalWatch:
         self._groups, self._longest = config.learner.groups_per_step, config.rollout.max_completion_length
         self._masks = config.learner.loss.mask_truncated
         self._last: deque[Signal] = deque(maxlen=STEPS)
+        self._accuracy: list[float] = []  # of each evaluation
         self._said: set[str] = set()
 
     def add(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Takes the metrics of one more step; returns the sentences to print now, each once in a run: after LEAST steps
         that completions are cut off or no token is trained on, after STEPS that completions have equal rewards."""
         self._last.append(Signal.of(metrics))
-        enough = {"cut": LEAST, "untrained": LEAST, "alike": STEPS}
+        self.evaluated(metrics)
+        enough = {"cut": LEAST, "untrained": LEAST, "learned": STEPS, "alike": STEPS}
         found = {
             name: sentence
             for name, sentence in self._findings()
@@ -199,6 +203,11 @@ class SignalWatch:
         }
         self._said |= set(found)
         return [*found.values()]
+
+    def evaluated(self, metrics: Mapping[str, float | None]) -> None:
+        """Takes the held-out accuracy among metrics that come without those of a step, if there is one."""
+        if (accuracy := metrics.get("eval/accuracy")) is not None:
+            self._accuracy.append(accuracy)
 
     def advice(self) -> list[str]:
         """A sentence for each cause of a missing signal; empty where there is a signal, or no step was taken."""
@@ -223,8 +232,30 @@ class SignalWatch:
                 f"rollout.max_completion_length={self._longest}, or set learner.loss.mask_truncated=false"
             )
             yield "untrained", told
-        if self._alike(steps):
+        if self._learned(steps):
+            yield "learned", self._of_learned(steps, last)
+        elif self._alike(steps):
             yield "alike", self._of_alike(steps, last)
+
+    def _learned(self, steps: list[Signal]) -> bool:
+        """Whether most groups have equal rewards, and held-out accuracy has risen and rises no more."""
+        newest, alike = self._accuracy[-3:], [step.alike for step in steps if step.alike is not None]
+        return (
+            len(self._accuracy) > len(newest) == 3
+            and max(newest) - min(newest) <= FLAT
+            and newest[-1] - self._accuracy[0] >= GAIN
+            and len(alike) == len(steps)
+            and sum(alike) >= MOST * len(steps) * self._groups
+        )
+
+    def _of_learned(self, steps: list[Signal], last: str) -> str:
+        alike = sum(step.alike or 0.0 for step in steps)
+        return (
+            f"the task seems learned: in {alike:.0f} of the {len(steps) * self._groups} groups of {last} all "
+            f"completions have the same reward, and eval/accuracy has stayed at {self._accuracy[-1]:.3f} for three "
+            f"evaluations, from {self._accuracy[0]:.3f} at first; stop here (Ctrl-C writes a checkpoint), or give "
+            "harder problems (data.path)"
+        )
 
     def _alike(self, steps: list[Signal]) -> bool:
         """Whether nearly all groups have equal rewards; in fewer steps than LEAST, and with PPO, whether all

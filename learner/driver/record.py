@@ -371,6 +371,7 @@ class StepMetrics:
     def write_late(self, step: int, metrics: dict[str, float]) -> None:
         """Adds the metrics of an evaluation to a step that is written already, or is step 0."""
         if metrics:
+            self.signal.evaluated(metrics)
             self._sinks.metrics.amend(step, metrics)
             self._sinks.progress.step(step, metrics)
 

@@ -257,6 +257,29 @@ def test_it_is_said_once_while_the_run_goes_on_and_again_at_its_end() -> None:
     assert last.startswith("in 39 of the 40 groups of the last 10 steps")
 
 
+@pytest.mark.parametrize(
+    ("groups", "accuracies", "learned"),
+    [
+        (3, [0.3, 0.9, 0.91, 0.9], True),
+        (3, [0.9, 0.91, 0.9], False),  # as good at first
+        (3, [0.3, 0.8, 0.85, 0.9], False),  # it rises
+        (3, [0.3, 0.9], False),
+        (2, [0.3, 0.9, 0.91, 0.9], False),
+        (4, [0.3, 0.9, 0.91, 0.9], True),
+        (4, [0.3, 0.3, 0.3, 0.3], False),
+    ],
+)
+def test_a_task_that_is_learned_is_told_with_what_to_do(groups: float, accuracies: list[float], learned: bool) -> None:
+    watch, _ = watched()
+    for accuracy in accuracies:
+        watch.evaluated({"eval/accuracy": accuracy})
+    said = [one for step in alike(*[groups] * 12) for one in watch.add(QUIET | step)]
+    assert len(said) == (learned or groups == 4)
+    assert [one.startswith("the task seems learned: in ") for one in said] == [learned] * len(said)
+    if learned:
+        assert "eval/accuracy has stayed at 0.900 for three evaluations, from 0.300 at first; stop here" in said[0]
+
+
 def test_a_few_steps_are_enough_at_the_end() -> None:
     watch, said = watched(*alike(4, 4, 4))
     assert said == []

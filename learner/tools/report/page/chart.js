@@ -2,6 +2,8 @@
 
 const WIDTH = 420, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
 const MOST = 800; // points of a line; of more, the least and greatest of each stretch are drawn
+const NOISY = 30; // points from which on a line's mean over a stretch is drawn, and the points themselves faintly
+const SHARE = 0.04; // of a line's points that such a mean is of, to either side
 
 function ticks(low, high, many) {
   const rough = (high - low) / many || 1;
@@ -21,6 +23,16 @@ function thinned(points) {
     kept.push(...(low[0] < high[0] ? [low, high] : low === high ? [low] : [high, low]));
   }
   return kept;
+}
+
+// The mean of each point and those beside it, as many to either side; fewer at both ends.
+function smoothed(points) {
+  const most = Math.max(2, Math.round(points.length * SHARE)), sums = [0];
+  for (const [, y] of points) sums.push(sums.at(-1) + y);
+  return points.map(([x], i) => {
+    const side = Math.min(most, i, points.length - 1 - i);
+    return [x, (sums[i + side + 1] - sums[i - side]) / (2 * side + 1)];
+  });
 }
 
 // lines: [{label, points: [[step, value]], dashed, colour}]; x and y map values to places in the picture.
@@ -51,7 +63,8 @@ function axes(svg, scale, log) {
     svg.append(el("svg:text", {class: "tick", x: LEFT - 5, y: y + 4, "text-anchor": "end"}, log ? "1e" + tick : number(tick)));
   }
   for (const tick of ticks(scale.first, scale.last, 5).filter(Number.isInteger)) {
-    svg.append(el("svg:text", {class: "tick", x: scale.x(tick), y: HEIGHT - 6, "text-anchor": "middle"}, String(tick)));
+    const x = scale.x(tick), room = 3.5 * String(tick).length; // half of the label's width
+    svg.append(el("svg:text", {class: "tick", x: Math.min(x, WIDTH - room), y: HEIGHT - 6, "text-anchor": "middle"}, String(tick)));
   }
 }
 
@@ -65,12 +78,13 @@ function chart(title, hint, lines, log) {
   axes(svg, scale, log);
   const values = lines.map(() => el("b"));
   for (const line of [...lines].reverse()) { // the first one lies on top
-    const points = thinned(line.points).map(([x, y]) => scale.x(x).toFixed(1) + "," + scale.y(y).toFixed(1)).join(" ");
+    const drawn = (some) => thinned(some).map(([x, y]) => scale.x(x).toFixed(1) + "," + scale.y(y).toFixed(1)).join(" ");
     const look = `colour${line.colour}` + (line.dashed ? " dashed" : "");
     if (line.points.length === 1) {
       const [x, y] = line.points[0];
       svg.append(el("svg:circle", {class: look, cx: scale.x(x), cy: scale.y(y), r: 3}));
-    } else svg.append(el("svg:polyline", {class: look, points}));
+    } else if (line.points.length < NOISY) svg.append(el("svg:polyline", {class: look, points: drawn(line.points)}));
+    else svg.append(el("svg:polyline", {class: look + " faint", points: drawn(line.points)}), el("svg:polyline", {class: look, points: drawn(smoothed(line.points))}));
   }
   const cursor = el("svg:line", {class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden"});
   svg.append(cursor);

@@ -5,7 +5,11 @@ function overview(head) {
   byId("title").textContent = head.title;
   byId("overview").replaceChildren(...head.runs.map(headline));
   byId("lines").textContent = head.runs.length > 1 ? `Solid: ${head.runs[0].name}. Dashed: ${head.runs[1].name}.${unlike(head)}` : "";
-  redrawn(byId("figures"), ...head.figures.map((figure) => drawn(head, figure)).filter(Boolean));
+  const [dull, telling] = [true, false].map((still) => head.figures.filter((figure) => unmoved(head, figure) === still));
+  redrawn(byId("figures"), ...telling.map((figure) => drawn(head, figure)).filter(Boolean));
+  redrawn(byId("still"), ...dull.map((figure) => drawn(head, figure)).filter(Boolean));
+  byId("unchanged").hidden = !byId("still").children.length;
+  byId("unchanged-names").textContent = `${byId("still").children.length} that do not change: ` + dull.map((figure) => figure.title).join(", ");
   byId("curves").hidden = !head.figures.length;
   chooser(head);
   redrawn(byId("bars"), ...head.runs.flatMap((run) => memory(run, head.runs.length > 1)));
@@ -62,12 +66,22 @@ function line(run, metric, colour, dashed, label) {
   return {label, colour, dashed, points: run.steps.map((step, i) => [step, run.metrics[metric][i]])};
 }
 
-function drawn(head, {title, hint, metrics, log}) {
-  const lines = head.runs.flatMap((run, which) => metrics.filter((metric) => metric in run.metrics).map((metric) => {
+function linesOf(head, {metrics}) {
+  return head.runs.flatMap((run, which) => metrics.filter((metric) => metric in run.metrics).map((metric) => {
     const own = metrics.length === 1 ? metric : metric.slice(metric.indexOf("/") + 1);
     return line(run, metric, metrics.indexOf(metric) % 8, which === 1, own);
   }));
-  return chart(title, hint, lines, log);
+}
+
+// Whether a curve of at least three steps has one value throughout. Of rewards and accuracy that is worth seeing.
+function unmoved(head, figure) {
+  const values = linesOf(head, figure).map((one) => one.points.map((point) => point[1]).filter((value) => value !== null));
+  return !figure.metrics.some((metric) => /^(reward|eval)\//.test(metric)) && values.some((some) => some.length > 2)
+    && values.every((some) => some.every((value) => value === some[0]));
+}
+
+function drawn(head, figure) {
+  return chart(figure.title, figure.hint, linesOf(head, figure), figure.log);
 }
 
 // Any other metric, by name.
