@@ -90,7 +90,10 @@ class TrainResult:
         return list(self._held_out())[-1] if self.before else {}
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: held-out scores and the reward, before and after, and the folder of the result."""
+        """What a notebook shows: held-out scores and the reward, before and after, as numbers and curves, the folder of
+        the result, and the best completion of the first and of the last step."""
+        from learner.api import shown
+
         steps = [row for row in self.metrics if "reward/mean" in row]
         after = self.after
         found = [(name, value, after.get(name)) for name, value in self.before.items() if name != "step"]
@@ -102,9 +105,8 @@ class TrainResult:
             if first is not None and last is not None
         ]
         head = f"{self.run_dir.name}: {len(steps)} steps; {self.adapter or self.model or 'nothing published'}"
-        cells = [["", "first", "last", "change"], *rows]
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
-        return f"<p>{escape(head)}</p><table>{body}</table>"
+        told = shown.table([["", "first", "last", "change"], *rows])
+        return f"<p>{escape(head)}</p>{told}{shown.curves(self.metrics)}{shown.examples(self.run_dir)}"
 
     @property
     def advice(self) -> list[str]:
@@ -422,6 +424,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
         InputError: the model, the card or a setting is wrong.
     """
     from cluster.memory.plan import least
+    from learner.api import shown
     from learner.api.settings import Inputs, checked, tree_of
     from learner.driver import memory
     from learner.tools.plan import able, asked_for, dtype_of, methods, no_bfloat16, shape_at, to_dict
@@ -444,7 +447,8 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
         own = asked_for(wish, method, dtype_of(method, wish.dtype, old=old))
         if own.base == "none" or own.dtype != "float32":  # a base in 4 or 8 bits needs a 16-bit type
             rows[name] = to_dict(least(shape, card.bytes, work, own))
-    return [{"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items()]
+    each = ({"model": shape.name, "params": shape.params, "method": name, **row} for name, row in rows.items())
+    return shown.PlanRows(each)
 
 
 def _with_defaults(tree: dict[str, Any], *, old: bool) -> dict[str, Any]:

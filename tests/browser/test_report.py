@@ -238,7 +238,7 @@ def test_two_runs_whose_rewards_differ_are_not_on_one_scale(run: Path, tmp_path:
         ("seed: 0\ndata: {path: 'rg:chain_sum'}", "seed: 1\ndata: {path: 'rg:chain_sum'}", "seeds"),
         ("seed: 0\ndata: {path: a/b, eval: {split: test}}", "seed: 1\ndata: {path: a/b, eval: {split: test}}", None),
         ("seed: 0\nenv: {use: a}", "seed: 1\nenv: {use: b}", "settings of env and seeds"),
-        ("env: {memory: 1}", "env: {memory: 2}", None),
+        ("env: {concurrency: 1}", "env: {concurrency: 2}", None),
     ],
 )
 def test_two_runs_with_other_held_out_problems_are_told_apart(

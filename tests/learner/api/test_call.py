@@ -20,7 +20,9 @@ from learner.api.calls import MetricsLines
 from learner.api.settings import ARGUMENTS, Inputs, checked, tree_of
 from learner.tools.evaluation import Estimate
 from rewards.loader import load
+from rollout import ledger
 from rollout.data import files
+from rollout.fakes import make_group
 
 ROWS = [{"question": f"{a}?", "answer": a, "meta": {"tags": ["x", "y"], "deep": {"n": [a]}}} for a in range(3)]
 
@@ -307,4 +309,26 @@ def test_a_notebook_shows_scores_and_places(tmp_path: Path) -> None:
     assert "a&amp;b: 2 steps" in shown
     assert "<td>reward/mean</td><td>0.500</td><td>0.750</td><td>+0.250</td>" in shown
     assert "<td>eval/accuracy</td><td>0.250</td><td>0.500</td><td>+0.250</td>" in shown
+    assert "reward/mean, steps 1 to 2: 0.500 to 0.750" in shown
+    assert shown.count("<polyline") == 2
     assert "<b>" not in shown
+
+
+def test_a_notebook_shows_the_best_completion_of_both_ends(tmp_path: Path) -> None:
+    for step, (worse, better) in {1: ("no", "<i>early"), 2: ("not", "middle"), 3: ("nor", "late")}.items():
+        group = make_group(step, rewards=[0.25, 1.0], completion=[worse, better])
+        ledger.write(tmp_path / "rollouts", step, [group])
+    shown = TrainResult(tmp_path, None, None, [])._repr_html_()
+    assert all(word in shown for word in ("&lt;i&gt;early", "late", "<td>1</td><td>1</td>", "<td>3</td><td>1</td>"))
+    assert not any(word in shown for word in ("middle", "<i>", ">no<", ">nor<"))
+    (tmp_path / "rollouts" / "step-000003.parquet").write_bytes(b"cut")
+    assert "step-000003.parquet" in TrainResult(tmp_path, None, None, [])._repr_html_()
+
+
+def test_a_notebook_shows_a_plan_as_a_table() -> None:
+    rows = plan("Llama-3.2-1B", gpu="rtx4090")
+    assert isinstance(rows, list)
+    shown = rows._repr_html_()  # type: ignore[attr-defined]
+    assert shown.count("<tr>") == 1 + len(rows)
+    assert "<td>chosen</td><td>yes</td>" in shown
+    assert f"<td>full</td><td>no</td><td>{rows[1]['device_peak'] / 2**30:.1f}</td>" in shown

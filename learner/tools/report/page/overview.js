@@ -76,7 +76,7 @@ function linesOf(head, {metrics}) {
 // Whether a curve of at least three steps has one value throughout. Of rewards and accuracy that is worth seeing.
 function unmoved(head, figure) {
   const values = linesOf(head, figure).map((one) => one.points.map((point) => point[1]).filter((value) => value !== null));
-  return !figure.metrics.some((metric) => /^(reward|eval)\//.test(metric)) && values.some((some) => some.length > 2)
+  return !figure.metrics.some((metric) => /^(reward\/mean$|eval\/)/.test(metric)) && values.some((some) => some.length > 2)
     && values.every((some) => some.every((value) => value === some[0]));
 }
 
