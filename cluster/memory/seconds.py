@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cluster.memory.generator import kv_token_bytes
-from cluster.memory.plan import Checkpointing, Workload
+from cluster.memory.plan import CARDS, CardKind, Checkpointing, Workload
 from cluster.memory.shape import DTYPE_BYTES, Base, Shape
 
 
@@ -108,6 +108,25 @@ def step_seconds(
         _training(shape, work, learning, rates, host, length, learners),
         host.push + pushed,
         together,
+    )
+
+
+def told(kind: CardKind | None, size: int, seconds_on: Callable[[Rates], Seconds], steps: int) -> str | None:
+    """A line for users about the duration of so many steps on a card, or on the fastest and the slowest of those that
+    have about `size` bytes; None where the rates are not known.
+
+    kind: the card, None: not named. seconds_on: the seconds of a step at given rates.
+    """
+    like = [card for card in CARDS if abs(card.free - size) < 0.1 * size] if kind is None else [kind]
+    found = [(seconds_on(Rates(card.flops, card.bandwidth)), card.name) for card in like if card.flops]
+    if not found:
+        return None
+    (fast, fastest), (slow, slowest) = (choose(found, key=lambda one: one[0].step) for choose in (min, max))
+    if fastest == slowest:
+        return f"time: about {fast.words(steps)} on {fastest}"
+    return (
+        f"time: about {fast.step:.1f} s a step on {fastest} to {slow.step:.1f} s on {slowest}, "
+        f"{duration(steps * fast.step)} to {duration(steps * slow.step)} for {steps} steps"
     )
 
 

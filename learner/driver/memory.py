@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
 from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, kind_of, plan
-from cluster.memory.seconds import Learning, Rates, duration, step_seconds
+from cluster.memory.seconds import Learning, step_seconds, told
 from cluster.memory.shape import ALL, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins
@@ -528,23 +529,26 @@ class PlanFile:
 
 
 def hours(config: RunConfig, budgets: Budgets, cards: Cards | None, steps: int, held_out: int) -> tuple[str, ...]:
-    """A line for the user about the seconds of a step and the duration of the run, where the kind of card is known.
+    """A line for the user about the seconds of a step and the duration of the run, where the card's rates are known.
     held_out: problems of an evaluation."""
-    found, kind, work = budgets.plan, None if cards is None else cards.kind, workload(config, budgets.sequences)
+    found, work = budgets.plan, workload(config, budgets.sequences)
     on_cards = min(config.cluster.gpus.generator, config.cluster.gpus.learner) > 0
-    if found is None or kind is None or kind.flops == 0 or not on_cards or config.model.dtype == "float32":
+    if found is None or cards is None or not on_cards or config.model.dtype == "float32":
         return ()
     learning = Learning(
         config.learner.mode, config.model.dtype, found.base, found.checkpointing, found.token_budget,
         config.learner.groups_per_step,
     )  # fmt: skip
-    told = step_seconds(
-        found.shape, work, learning, Rates(kind.flops, kind.bandwidth), cuda=True,
-        length=config.rollout.max_completion_length, workers=config.rollout.workers,
+    length = config.rollout.max_completion_length
+    seconds_on = partial(
+        step_seconds, found.shape, work, learning, cuda=True, length=length, workers=config.rollout.workers,
         learners=config.cluster.learners, together=config.max_staleness > 0,
     )  # fmt: skip
-    every, a_step = config.data.eval.every, config.learner.groups_per_step * work.generations
-    evaluations = (1 + steps // every) * told.generate * held_out / a_step if every else 0.0
-    more = f" and {duration(evaluations)} for evaluations" if evaluations else ""
-    length = config.rollout.max_completion_length
-    return (f"time: about {told.words(steps)}{more} on {kind.name}, if all completions have {length} tokens",)
+    line, every = told(cards.kind, cards.size, seconds_on, steps), config.data.eval.every
+    if line is None:
+        return ()
+    share = held_out / (config.learner.groups_per_step * work.generations)
+    more = (
+        f"; {1 + steps // every} evaluations take each as long as the generation of {share:.1f} steps" if every else ""
+    )
+    return (f"{line}, if all completions have {length} tokens{more}",)

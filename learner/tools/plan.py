@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ import typer
 from cluster.memory import plan as cards
 from cluster.memory.generator import kv_token_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
-from cluster.memory.seconds import Learning, Rates, measured_rates, step_seconds
+from cluster.memory.seconds import Learning, measured_rates, step_seconds, told
 from cluster.memory.shape import (
     DTYPE_BYTES,
     SHAPES,
@@ -462,22 +463,22 @@ def _on_cpu(asked: PlanRequest) -> int:
     if isinstance(found, Misfit):
         raise ValueError(f"--model: {found}")
     learning = Learning(wish.mode, dtype, "none", "none", found.token_budget, asked.groups)
-    told = step_seconds(
+    each = step_seconds(
         shape, replace(work, sequences=found.sequences), learning, measured_rates(dtype, 1), cuda=False,
         length=asked.completion, together=asked.staleness > 0,
     )  # fmt: skip
     fits = found.learner_bytes + found.generator_bytes <= has
     if asked.as_json:
-        seconds = {"step": told.step, "generate": told.generate, "train": told.train, "push": told.push}
+        seconds = {"step": each.step, "generate": each.generate, "train": each.train, "push": each.push}
         row = {"model": shape.name, "dtype": dtype, "fits": fits, "main_memory": has, "seconds": seconds}
         print(json.dumps([row | {"learner": found.learner, "generator": found.generator}], indent=2))
         return int(not fits)
-    each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
     print(
         f"{shape.name} in {dtype} on CPUs, LoRA: learner {gib(found.learner_bytes)}, generator "
         f"{gib(found.generator_bytes)}; the machine has {gib(has)} and {os.cpu_count()} cores\n"
         f"one core and thread for each role (cluster.cpus), {gib(cache)} of KV cache (rollout.kv_cache)\n"
-        f"time: about {told.words(asked.steps)}; {each}"
+        f"time: about {each.words(asked.steps)}; {asked.groups} groups of {work.generations}, all completions of "
+        f"{work.completion} tokens"
     )
     return int(not fits)
 
@@ -494,15 +495,16 @@ def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest)
 
 def _time(found: Plan, wish: Wish, work: Workload, size: "CardSize", asked: PlanRequest) -> str:
     """The line about the seconds of a step and the hours of a run."""
-    kind = size.card
-    if kind is None or kind.flops == 0:
-        return "time: name the card (--gpu rtx4090) for the seconds of a step"
     learning = Learning(wish.mode, wish.dtype, found.base, found.checkpointing, found.token_budget, asked.groups)
     work = replace(work, sequences=found.sequences)
-    rates, together = Rates(kind.flops, kind.bandwidth), asked.staleness > 0
-    told = step_seconds(found.shape, work, learning, rates, cuda=True, length=work.completion, together=together)
+    seconds_on = partial(
+        step_seconds, found.shape, work, learning, cuda=True, length=work.completion, together=asked.staleness > 0
+    )
+    line = told(size.card, size.bytes, seconds_on, asked.steps)
+    if line is None:
+        return "time: not known, as the card is not (--gpu rtx4090)"
     each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
-    return f"time: about {told.words(asked.steps)}; {each} (docs/benchmarks.md)"
+    return f"{line}; {each} (docs/benchmarks.md)"
 
 
 def _as_json(one: Found) -> dict[str, Any]:

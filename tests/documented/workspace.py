@@ -46,7 +46,8 @@ class Workspace:
         for name in ("benchmarks", "configs", "examples", "rollout"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "Qwen").mkdir()
-        (folder / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(model)  # for the model of the README's configuration
+        for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct"):  # the models that the documents name
+            (folder / "Qwen" / name).symlink_to(model)
         (folder / "my_rewards.py").write_text(REWARD)
         rows = "".join(json.dumps(row) + "\n" for row in ROWS)
         for name in ("train.jsonl", "test.jsonl", "data.jsonl"):
@@ -92,7 +93,7 @@ class Workspace:
 def _small(text: str) -> str:
     """The README's configuration with two steps of short completions, on the CPU."""
     config = yaml.safe_load(text)
-    del config["cluster"]
+    config.pop("cluster", None)
     config |= {"steps": 2, "model": config["model"] | {"dtype": "float32"}}
     config["rollout"] |= {"max_completion_length": 24, "kv_cache": "32MiB"}
     config["learner"]["groups_per_step"] = 2

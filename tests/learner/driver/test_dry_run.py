@@ -150,6 +150,10 @@ def test_settings_that_name_no_card_take_the_assumed_ones(model: Path, capsys: p
         assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", cards]) == 0
         out = capsys.readouterr().out
         assert f"placement    generator-0: 1 CPU, {each} GPU\nplacement    learner: 1 CPU, {each} GPU\n" in out
+    hours = ["--dry-run", "--assume-gpus", "rtx4090", "model.dtype=bfloat16", "steps=50", "data.eval.every=20"]
+    assert main(["--config", "config.yaml", *hours, "data.eval.size=2"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("time: about "))
+    assert re.search(r" for 50 steps on rtx4090, if all completions have 16 tokens; 3 evaluations take each", line)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,9 @@ def test_the_longest_completion_and_the_time_of_it(capsys: pytest.CaptureFixture
         assert main([*asked, "--completion", str(longest + beyond), "--json"]) == code
     capsys.readouterr()
     assert main(["plan", "--gpu", "24GiB", "--model", "Llama-3.1-8B"]) == 0
-    assert "time: name the card (--gpu rtx4090) for the seconds of a step" in capsys.readouterr().out
+    assert re.search(r"time: about [0-9.]+ s a step on rtx4090 to [0-9.]+ s on l4, ", capsys.readouterr().out)
+    assert main(["plan", "--gpu", "60GiB", "--model", "Llama-3.1-8B"]) == 0
+    assert "time: not known, as the card is not (--gpu rtx4090)" in capsys.readouterr().out
     assert main(["plan", "--gpu", "24GiB", "--longest"]) == 2
     assert "--longest: is asked of one model; name it with --model" in capsys.readouterr().err
 
