@@ -1,4 +1,4 @@
-"""The curve of `make demo-real`: held-out accuracy of its runs, with intervals, beside a control's, as table and picture.
+"""The curve of `make demo-real`: held-out accuracy of its runs with intervals, and a control's, as table and picture.
 
     for seed in 0 1 2; do make demo-real ARGS="seed=$seed output_dir=out"; done          half an hour each
     make demo-real ARGS="name=control output_dir=out \\"rewards=[{use: 'examples/constraints/rewards.py:shuffled'},

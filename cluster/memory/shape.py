@@ -386,13 +386,18 @@ def unshared(shape: Shape) -> str | None:
 
 
 def hub_name(model: str, shape: Shape) -> str:
-    """The Hugging Face name of a model of SHAPES that is given without its owner; a folder or a full name is returned
-    as it is."""
+    """The Hugging Face name of a model of SHAPES that is given without its owner: of its checkpoint that follows
+    instructions, since a reward needs answers to the question. A folder or a full name is returned as it is."""
     owner = next((owner for family, owner in OWNERS.items() if shape.name.startswith(family)), None)
     if "/" in model or Path(model).exists() or owner is None:
         return model
     name = model.lower() if owner == "google" else model
-    return f"{owner}/{name}-it" if name == "gemma-3-1b" else f"{owner}/{name}"  # there is no google/gemma-3-1b
+    if VARIANT.search(name.lower()) or name.startswith(("Qwen3", "gpt-oss")):  # these follow instructions by this name
+        return f"{owner}/{name}"
+    if owner == "google":
+        return f"{owner}/{name}-it"
+    head, version, number = name.partition("-v0")  # Mistral-7B-Instruct-v0.3
+    return f"{owner}/{head}-Instruct{version}{number}"
 
 
 def _table(rows: str) -> dict[str, Shape]:

@@ -21,6 +21,7 @@ from cluster.memory.seconds import Learning, measured_rates, step_seconds, told
 from cluster.memory.shape import (
     DTYPE_BYTES,
     SHAPES,
+    Base,
     LoraRank,
     Parts,
     Shape,
@@ -72,8 +73,12 @@ class PlanRequest(Request):
     every: Annotated[bool, typer.Option("--all", help="Every model of the built-in table.")] = False
     cards: Annotated[Literal[1, 2], typer.Option(help="2: one for each role.")] = 1
     base: Annotated[
-        Literal["own", "shared"], typer.Option(help="shared: one base for both roles (memory.layout), of LoRA.")
-    ] = "own"
+        Literal["auto", "own", "shared"],
+        typer.Option(
+            help="shared: one base for both roles (memory.layout), of LoRA; auto: the first that fits of a base of its "
+            "own in 16 bits, a shared one, and both in 4 bits, as in docs/cards.md."
+        ),
+    ] = "auto"
     algorithm: Annotated[
         Literal["grpo", "ppo"], typer.Option(help="ppo: a value model beside the policy, both LoRA on one base.")
     ] = "grpo"
@@ -224,6 +229,10 @@ def _cell(needed: Plan) -> str:
     return f"[{'green' if fits else 'red'}]{needed.device_peak / GIB:.1f}{'' if fits else ' no'}[/]"
 
 
+def _base(found: Plan) -> str:
+    return found.base if found.learner["weights"] else f"{found.base}, shared"  # then they are counted in the generator
+
+
 def _choices(chosen: Sequence[Plan | Misfit]) -> "Table":
     from rich.table import Table
 
@@ -234,7 +243,7 @@ def _choices(chosen: Sequence[Plan | Misfit]) -> "Table":
             policy = found.checkpointing
             twice = f"{policy} of {found.shape.layers}" if isinstance(policy, int) else policy
             table.add_row(
-                found.shape.name, found.layout, found.base, twice, str(found.token_budget),
+                found.shape.name, found.layout, _base(found), twice, str(found.token_budget),
                 f"{found.kv_bytes / GIB:.2f}", str(found.sequences),
                 f"{found.learner_bytes / GIB:.1f}", f"{found.generator_bytes / GIB:.1f}",
             )  # fmt: skip
@@ -423,11 +432,22 @@ def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -
     """Returns what each method needs at least, and what the planner chooses for LoRA."""
     ways = methods(shape, ppo=asked.algorithm == "ppo", old=no_bfloat16(size))
     needs = {name: least(shape, size.bytes, work, _wanted(wish, size, asked)) for name, wish in ways.items()}
-    return Found(shape, _wanted(Wish(), size, asked), needs, _chosen(shape, size, work, asked))
+    chosen, wish = _chosen(shape, size, work, asked)
+    return Found(shape, wish, needs, chosen)
 
 
-def _chosen(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> Plan | Misfit:
-    return plan(shape, size.bytes, work, _wanted(Wish(), size, asked))
+def _chosen(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> tuple[Plan | Misfit, Wish]:
+    """The plan of the first way that `--base` allows and that fits, else the last one's misfit; and its wish."""
+    wish = _wanted(Wish(), size, asked)
+    ways: list[tuple[Base | None, bool]] = [(None, wish.shared)]
+    if asked.base == "auto" and asked.cards == 1 and shape.stored is None and unshared(shape) is None:
+        ways = [("none", False), ("none", True), ("nf4", False), ("nf4", True)]
+    for base, shared in ways:
+        wish = replace(wish, base=base, shared=shared)
+        found = plan(shape, size.bytes, work, wish)
+        if isinstance(found, Plan):
+            break
+    return found, wish
 
 
 def _wanted(wish: Wish, size: "CardSize", asked: PlanRequest) -> Wish:
@@ -488,7 +508,7 @@ def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest)
     fits, beyond = 1, MOST_TOKENS + 1
     while beyond - fits > 1:
         tried = (fits + beyond) // 2
-        found = _chosen(shape, size, replace(work, completion=tried), asked)
+        found, _ = _chosen(shape, size, replace(work, completion=tried), asked)
         fits, beyond = (tried, beyond) if isinstance(found, Plan) else (fits, tried)
     return fits
 
@@ -513,7 +533,7 @@ def _as_json(one: Found) -> dict[str, Any]:
         "model": one.shape.name,
         "params": one.shape.params,
         "active_params": one.shape.active_params,
-        "chosen": to_dict(one.chosen),
+        "chosen": to_dict(one.chosen) | {"shared": one.wish.shared},
         "least": needs,
         "main_memory": one.host,
     }

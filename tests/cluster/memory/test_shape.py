@@ -63,7 +63,13 @@ def test_a_config_json_gives_the_shape_back(tmp_path: Path) -> None:
     assert shape_of("meta-llama/Llama-3.2-1B-Instruct") is SHAPES["Llama-3.2-1B"]
     assert shape_of("mistralai/Mistral-7B-Instruct-v0.3") is SHAPES["Mistral-7B-v0.3"]
     assert shape_of("Qwen/Qwen3-4B-Instruct-2507") is SHAPES["Qwen3-4B"]
-    assert hub_name("Gemma-3-1B", SHAPES["Gemma-3-1B"]) == "google/gemma-3-1b-it"  # plain there is none
+    for name, there in {
+        "Gemma-3-1B": "google/gemma-3-1b-it", "Qwen2.5-1.5B": "Qwen/Qwen2.5-1.5B-Instruct", "Qwen3-4B": "Qwen/Qwen3-4B",
+        "Llama-3.1-8B": "meta-llama/Llama-3.1-8B-Instruct", "Mistral-7B-v0.3": "mistralai/Mistral-7B-Instruct-v0.3",
+        "SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    }.items():  # fmt: skip
+        assert hub_name(name, SHAPES[name]) == there
+    assert hub_name("Qwen2.5-7B-Instruct", SHAPES["Qwen2.5-7B"]) == "Qwen/Qwen2.5-7B-Instruct"
     assert hub_name("someone/Qwen3-4B", SHAPES["Qwen3-4B"]) == "someone/Qwen3-4B"
     assert hub_name(str(tmp_path), SHAPES["Qwen3-4B"]) == str(tmp_path)
     with pytest.raises(ValueError, match="not in the table"):

@@ -21,6 +21,8 @@ from learner.driver.memory import settle
 from learner.tools.cli import main
 from learner.tools.plan import FIVE
 
+CARDS = Path(__file__).parents[3] / "docs" / "cards.md"
+
 
 @pytest.mark.parametrize(
     ("words", "names"), [([], list(FIVE)), pytest.param(["--all"], list(SHAPES), marks=pytest.mark.long)]
@@ -133,11 +135,23 @@ def test_the_block_to_paste_is_the_plan(
     chosen = json.loads(capsys.readouterr().out)[0]["chosen"]
     config = RunConfig.model_validate(block | {"data": {"path": "x.jsonl"}, "rewards": [{"use": "format"}]})
     assert config.model.dtype == ("float16" if card == "t4" else "bfloat16")
-    assert config.model.path == f"{'Qwen' if model.startswith('Qwen') else 'meta-llama'}/{model}"  # as on the hub
+    assert config.model.path == f"{'Qwen' if model.startswith('Qwen') else 'meta-llama'}/{model}-Instruct"
     found = settle(config, SHAPES[model].to_config()).plan
     assert found is not None
     for name in ("layout", "base", "checkpointing", "token_budget", "kv_bytes", "sequences", "device_bytes"):
         assert getattr(found, name) == chosen[name], name
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Gemma-2-9B"])
+@pytest.mark.parametrize("size", ["8", "16", "24", "40"])
+def test_the_choice_is_that_of_the_page_about_cards(model: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (head,) = (line for line in CARDS.read_text().splitlines() if line.startswith("| model | 8 GB |"))
+    (row,) = (line for line in CARDS.read_text().splitlines() if line.startswith(f"| {model} |"))
+    told = row.split(" | ")[head.split(" | ").index(f"{size} GB")].strip(" |")
+    fits = main(["plan", "--gpu", size, "--model", model, "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)[0]["chosen"]
+    found = f"{'QLoRA' if chosen['base'] == 'nf4' else 'LoRA'}{', shared' * chosen['shared']}" if fits else "-"
+    assert found == told
 
 
 def test_the_longest_completion_and_the_time_of_it(capsys: pytest.CaptureFixture[str]) -> None:
