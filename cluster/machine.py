@@ -104,7 +104,7 @@ class Card:
     """One GPU, or one MIG part of a GPU.
 
     size, free: bytes of memory in all, and bytes that no process uses now. capability: the CUDA compute capability, for
-    example (9, 0).
+    example (9, 0). divided: it is in MIG mode, and CUDA shows a part of it in its place.
     """
 
     name: str
@@ -112,6 +112,7 @@ class Card:
     size: int
     free: int
     capability: tuple[int, int]
+    divided: bool = False
 
     @property
     def taken(self) -> bool:
@@ -120,7 +121,8 @@ class Card:
 
 
 def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order; without that variable all GPUs, in NVML's order.
+    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order; without that variable all GPUs, in NVML's order; without
+    those of which NVML does not tell the memory.
 
     The variable is read as CUDA reads it: it lists indices, UUIDs or beginnings of UUIDs, and the list ends before the
     first entry that names no GPU.
@@ -132,14 +134,16 @@ def visible_cards(environ: Mapping[str, str] = os.environ) -> list[Card]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         named = environ.get("CUDA_VISIBLE_DEVICES")
-        return [_card(handle) for handle in (handles if named is None else _chosen(handles, named))]
+        shown = handles if named is None else _chosen(handles, named)
+        return [card for card in map(_card, shown) if card is not None]
     finally:
         pynvml.nvmlShutdown()
 
 
 def usable_cards() -> list[Card]:
-    """The visible GPUs, unless the torch that is installed is a build for CPUs: it can use none."""
-    return visible_cards() if torch_cuda() else []
+    """The visible GPUs that a run may take by itself: none where the torch that is installed is a build for CPUs, and
+    none that is divided by MIG, unless CUDA_VISIBLE_DEVICES names a part of it."""
+    return [card for card in visible_cards() if not card.divided] if torch_cuda() else []
 
 
 def torch_cuda() -> str | None:
@@ -183,15 +187,27 @@ def _by_uuid(handles: list[object], name: str) -> list[object]:
     return [handle for handle in handles if name and pynvml.nvmlDeviceGetUUID(handle).startswith(name)]
 
 
-def _card(handle: object) -> Card:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+def _card(handle: object) -> Card | None:
+    """The GPU; None if NVML does not tell its memory, as of one that has fallen off the bus or shares the machine's."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError:
+        return None
     return Card(
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetUUID(handle),
         int(memory.total),
         int(memory.free),
         _capability(handle),
+        _divided(handle),
     )
+
+
+def _divided(handle: object) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except pynvml.NVMLError:  # it knows no MIG, or is a part itself
+        return False
 
 
 def _capability(handle: object) -> tuple[int, int]:

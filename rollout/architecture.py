@@ -113,7 +113,7 @@ def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
     if dtype == "float16" and kind in NO_FLOAT16:
         raise WrongInput(
             f"model.dtype: must be bfloat16 or float32 for {path} (model_type {kind}), whose values leave float16's "
-            "range, got float16; on a card without bfloat16 set float32, or give another model"
+            "range, got float16; on a card without bfloat16 set float32 and learner.push=merged, or give another model"
         )
 
 

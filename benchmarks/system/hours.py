@@ -14,19 +14,20 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from benchmarks.common import RESULTS, ROOT, as_table, conditions, parser_of, save, under
-from benchmarks.system.system_run import Tree, add_ragged_options, demo_of_one, finished, ragged
-from cluster.memory.plan import Workload, named
-from cluster.memory.seconds import Learning, Rates, Seconds, measured_rates, step_seconds
+from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, under
+from benchmarks.system.system_run import ON_CPUS, Tree, add_ragged_options, demo_of_one, finished, ragged, real
+from cluster.memory.plan import CardKind, Plan, Wish, Workload, named, plan
+from cluster.memory.seconds import Pace, Rates, Seconds, measured_rates, step_seconds
 from cluster.memory.shape import SHAPES, Shape
-from cluster.reading import read_yaml
 from learner.config.load import load_config
+from learner.driver.memory import NO_LIMIT, layouts, settle, wish_of, workload
 
 H100, H100_BEFORE = "nvidia-h100-80gb-hbm3-2026-11-27", "nvidia-h100-80gb-hbm3-2026-11-23"
 H200 = "nvidia-h200-2026-11-26"
@@ -79,19 +80,27 @@ def runs() -> Iterator[Row]:
         base = RESULTS / "gpu" / run.file
         whole: dict[str, Any] = {} if run.steps else json.loads(Path(f"{base}.json").read_text())
         lines = [whole] if not run.steps else _later(Path(f"{base}-metrics.jsonl"))
-        plan = json.loads(Path(f"{base}-plan.json").read_text()) if run.steps else whole["plan"]
+        made = json.loads(Path(f"{base}-plan.json").read_text()) if run.steps else whole["plan"]
         step, generate, train = (median(line[name] for line in lines) for name in PARTS)
         length = mean(line.get("rollout/completion_length", 786.0) for line in lines)
         (kind,) = named(run.card)
-        work = Workload(8, QUESTION, 786, plan["sequences"])
-        learning = Learning(run.mode, "bfloat16", plan["base"], plan["checkpointing"], plan["token_budget"], 8)  # type: ignore[arg-type]
-        told = step_seconds(
-            SHAPES[run.shape], work, learning, Rates(kind.flops, kind.bandwidth), cuda=True, length=length,
-            together=run.together,
-        )  # fmt: skip
+        pace = Pace(8, length, together=run.together)
+        told = _told(SHAPES[run.shape], Workload(8, QUESTION, 786), run.mode, made, pace, kind)
         # Where both roles work at once on one card, the parts slow each other, and the step alone says what they take.
         parts = (None, None) if run.together else (generate, train)
         yield Row(run.file.replace("nvidia-", ""), run.fitted, told, (step if run.whole else None, *parts))
+
+
+def _told(shape: Shape, work: Workload, mode: Any, made: Any, pace: Pace, kind: CardKind) -> Seconds:
+    """made: what the run's planner had chosen, as plan.json has it."""
+    wish = Wish(
+        mode=mode, base=made["base"], checkpointing=made["checkpointing"], token_budget=made["token_budget"],
+        kv_bytes=made["kv_bytes"], layouts=("slices",),
+    )  # fmt: skip
+    found = plan(shape, NO_LIMIT, replace(work, sequences=made["sequences"]), wish)
+    assert isinstance(found, Plan)
+    found = replace(found, sequences=made["sequences"])
+    return step_seconds(found, wish, work, pace, Rates(kind.flops, kind.bandwidth))
 
 
 def learner_steps() -> Iterator[Row]:
@@ -99,33 +108,32 @@ def learner_steps() -> Iterator[Row]:
     for name, fitted in STEPS.items():
         one = json.loads((RESULTS / "gpu" / H100_BEFORE / f"{name}.json").read_text())
         mode, base = ("full" if "full" in name else "lora"), ("nf4" if "qlora" in name else "none")
-        learning = Learning(mode, "bfloat16", base, one["checkpointing"], int(one["token_budget"]), 4)  # type: ignore[arg-type]
-        told = step_seconds(
-            SHAPES[one["shape"]], Workload(one["generations"], 256, 786), learning,
-            Rates(kind.flops, kind.bandwidth), cuda=True, length=786,
-        )  # fmt: skip
+        made = {"base": base, "kv_bytes": None, "sequences": 64, "checkpointing": one["checkpointing"]}
+        made["token_budget"] = int(one["token_budget"])
+        work = Workload(one["generations"], 256, 786)
+        told = _told(SHAPES[one["shape"]], work, mode, made, Pace(4, 786.0), kind)
         yield Row(f"h100 learner alone: {name.removeprefix('a-')}", fitted, told, (None, None, one["step_seconds"]))
 
 
 def cpu_runs(options: argparse.Namespace) -> Iterator[Row]:
     """Runs of the demo, of the ragged workload and of SmolLM2, each role on one core, and one step after the other."""
     for name, tree in _trees(options):
-        with finished(tree | {"max_staleness": 0, "trackers": []}, 1800) as run:
+        with finished(tree | ON_CPUS | {"max_staleness": 0, "trackers": []}, 1800) as run:
             lines, config = _later(run / "metrics.jsonl"), load_config(str(run / "config.yaml"), [])
             prompts = [
                 len(ids)
                 for file in (run / "rollouts").glob("*.parquet")
                 for ids in pq.read_table(file, columns=["prompt_ids"])["prompt_ids"].to_pylist()
             ]
-            plan = json.loads((run / "plan.json").read_text())
         rates = measured_rates(config.model.dtype, 1)
         step, generate, train = (median(line[part] for line in lines) for part in PARTS)
-        shape = Shape.from_config(json.loads((Path(config.model.path) / "config.json").read_text()), name)
-        most, groups = config.rollout.max_completion_length, config.learner.groups_per_step
-        work = Workload(config.rollout.num_generations, round(mean(prompts)), most, plan["sequences"])
-        learning = Learning("lora", config.model.dtype, "none", plan["checkpointing"], plan["token_budget"], groups)
+        model = json.loads((Path(config.model.path) / "config.json").read_text())
+        budgets = settle(config, model)
+        assert budgets.plan is not None
+        work = replace(workload(config, budgets.sequences), prompt=round(mean(prompts)))
         length = mean(line["rollout/completion_length"] for line in lines)
-        told = step_seconds(shape, work, learning, rates, cuda=False, length=length)
+        pace = Pace(config.learner.groups_per_step, length, config.rollout.workers)
+        told = step_seconds(budgets.plan, wish_of(config, layouts(config)), work, pace, rates)
         yield Row(f"cpu {name}, {rates.flops / 1e9:.0f} GFLOP/s", name == "ragged 25M", told, (step, generate, train))
 
 
@@ -134,12 +142,7 @@ def _trees(options: argparse.Namespace) -> Iterator[tuple[str, Tree]]:
     with tempfile.TemporaryDirectory() as folder:
         options.steps, options.skip = 3, WARM
         yield "ragged 25M", ragged(Path(folder), options) | {"seed": 0}
-    tree = read_yaml(ROOT / "configs" / "real_cpu.yaml")
-    for section, key in (("model", "path"), ("data", "path")):
-        tree[section][key] = str(ROOT / tree[section][key])
-    tree["rewards"][0]["use"] = f"{ROOT}/{tree['rewards'][0]['use']}"
-    tree["data"]["eval"] = {"every": 0}
-    yield "SmolLM2-135M", tree | {"steps": 5, "checkpoint": {"every": 5}}
+    yield "SmolLM2-135M", real(5, "float32")
 
 
 def _later(file: Path) -> list[dict[str, Any]]:

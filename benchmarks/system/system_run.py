@@ -213,10 +213,14 @@ def counted(run_dir: Path) -> dict[str, int]:
     }
 
 
+ON_CPUS: Tree = {"cluster": {"gpus": {"generator": 0, "learner": 0}}}  # also where there is a card
+
+
 def run_gleaner(tree: Tree, mode: Mode, limit_s: float) -> Record:
     """A run in this mode. Raises RunFailed."""
     more: Tree = {"max_staleness": mode.staleness, "rollout": tree["rollout"] | {"in_flight": mode.in_flight}}
-    more["cluster"] = {"cpus": {"generator": mode.generator, "learner": mode.learner}, "learners": mode.ranks}
+    cpus = {"generator": mode.generator, "learner": mode.learner}
+    more["cluster"] = ON_CPUS["cluster"] | {"cpus": cpus, "learners": mode.ranks}
     load, started = os.getloadavg()[0], time.time()
     with finished(tree | more, limit_s) as run:
         wall, lines = time.time() - started, rows(run)
@@ -332,6 +336,23 @@ def ragged(folder: Path, options: argparse.Namespace) -> Tree:
         "checkpoint": {"every": steps},
         "trackers": [],
     }
+
+
+ABOUT_REAL = (
+    "SmolLM2-135M-Instruct (`make smollm2`) on `configs/real_cpu.yaml`: 4 groups of 8 completions of at most 80 tokens "
+    "a step, constraints that a program checks, without evaluations."
+)
+
+
+def real(steps: int, dtype: str) -> Tree:
+    """configs/real_cpu.yaml without evaluations, on SmolLM2 in a type; saved at the end only."""
+    from cluster.reading import read_yaml
+
+    tree = read_yaml(ROOT / "configs" / "real_cpu.yaml")
+    tree["model"] = {"path": str(ROOT / "build" / "smollm2" / dtype), "dtype": dtype}
+    tree["data"] |= {"path": str(ROOT / tree["data"]["path"]), "eval": {"every": 0}}
+    tree["rewards"][0]["use"] = f"{ROOT}/{tree['rewards'][0]['use']}"
+    return tree | {"steps": steps, "checkpoint": {"every": steps}, "trackers": []}
 
 
 def demo(steps: int, every: int) -> Tree:

@@ -29,6 +29,7 @@ from statistics import median
 
 from benchmarks.common import RESULTS, ROOT, as_table, conditions, installed, parser_of, save, spread
 from benchmarks.system.system_run import (
+    ABOUT_REAL,
     BOTH,
     RIVALS,
     Mode,
@@ -40,6 +41,7 @@ from benchmarks.system.system_run import (
     lengths_table,
     parts_of,
     ragged,
+    real,
     run_gleaner,
     run_trl,
     wall_text,
@@ -104,7 +106,7 @@ def _idle(own: Sequence[Record], skip: int) -> list[str]:
 
 
 def ragged_report(records: Sequence[Record], options: argparse.Namespace) -> str:
-    found, skip, rows = by_system(records), options.skip, []
+    found, skip, rows, real_model = by_system(records), options.skip, [], options.workload == "real"
     for (system, dtype), own in found.items():
         ratios = ["-" if system == name else _ratio(own, found[name, dtype], skip) for name in references(options)]
         rows.append([system, dtype, spread([r.rate(skip) for r in own]), spread([r.rate(skip, "tokens") for r in own],
@@ -115,9 +117,9 @@ def ragged_report(records: Sequence[Record], options: argparse.Namespace) -> str
               "generator idle %", "learner idle %", "s per step", "generate", "train", "both", "other",
               "start-up s"]  # fmt: skip
     return (
-        "# Whole systems: ragged completions\n\n"
+        f"# Whole systems: {'a real model' if real_model else 'ragged completions'}\n\n"
         f"{as_table(header, rows)}\n\n"
-        f"{about_ragged(options)} LoRA r = 16 on all linear "
+        f"{ABOUT_REAL if real_model else about_ragged(options)} LoRA r = {32 if real_model else 16} on all linear "
         f"layers, dapo loss, AdamW. Median (least - most) of {options.repeats} runs, which took turns; a figure of a "
         f"run is that of {options.steps} steps after {options.skip} to warm up; a ratio is of runs of one turn."
     )
@@ -185,7 +187,7 @@ def picture(records: Sequence[Record], options: argparse.Namespace, file: Path) 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--workload", choices=["ragged", "demo"], default="ragged")
+    parser.add_argument("--workload", choices=["ragged", "real", "demo"], default="ragged")
     add_ragged_options(parser)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system, with seeds 0, 1, ...")
     parser.add_argument(
@@ -200,13 +202,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", help="of the result")
     options = parser.parse_args()
     options.modes = options.modes or [Mode(0, 2, 2), Mode(1, 1, 1)]
-    is_ragged = options.workload == "ragged"
-    options.micro_batch = options.micro_batch or (16 if is_ragged else 64)
+    of_demo = options.workload == "demo"
+    if options.workload == "real":
+        options.groups, options.generations = 4, 8
+    options.micro_batch = options.micro_batch or (64 if of_demo else 16)
     options.name = options.name or f"system_vs_trl{'_vllm' * ('vllm' in options.rivals)}_{options.workload}"
-    samples = options.groups * options.generations if is_ragged else 64
+    samples = 64 if of_demo else options.groups * options.generations
     if options.rivals and samples % options.micro_batch:
         parser.error(f"--micro-batch must divide the {samples} completions of a step, got {options.micro_batch}")
-    if options.workload == "demo" and options.every <= 1 + max(mode.staleness for mode in options.modes):
+    if of_demo and options.every <= 1 + max(mode.staleness for mode in options.modes):
         parser.error(f"--every must leave steps without an evaluation or a gain from one, got {options.every}")
     if options.rivals and not installed("trl"):
         parser.error("TRL is not installed; see benchmarks/requirements.txt, or pass --rivals without a name")
@@ -217,6 +221,10 @@ def main() -> None:
     options, told, records = parse(), conditions(BOTH), list[Record]()
     if options.workload == "demo":
         records, report = take_turns(demo(options.demo_steps, options.every), options), demo_report
+    elif options.workload == "real":
+        report = ragged_report
+        for dtype in options.dtype:
+            records += take_turns(real(options.steps + options.skip, dtype), options)
     else:
         report = ragged_report
         with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +235,7 @@ def main() -> None:
     about += f"Micro-batches of TRL: {options.micro_batch}.\n\n" * bool(options.rivals)
     text = f"{report(records, options)}\n\n{lengths_table(records)}\n\n{about}Conditions: {wall_text(told, records)}"
     save(options.name, {"conditions": told, "runs": [asdict(record) for record in records]}, text)
-    if options.workload == "ragged":
+    if options.workload != "demo":
         picture(records, options, RESULTS / f"{options.name}.png")
 
 

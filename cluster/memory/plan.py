@@ -88,13 +88,17 @@ def named(text: str) -> tuple[CardKind, ...]:
     return exact or tuple(card for card in CARDS if _plain(card.name.partition("-")[0]) == wanted)
 
 
+OTHERS = frozenset({"ti", "super", "laptop", "mobile", "max"})  # in a name: another card than one without
+
+
 def kind_of(name: str, size: int) -> CardKind | None:
     """The row of CARDS that a GPU of `size` bytes is, by the driver's name for it (`NVIDIA A100-SXM4-80GB`); None if it
-    is in none: a notebook's GPU has a desktop's name, less memory and other rates."""
-    own = _plain(name)
-    found = [card for card in CARDS if _plain(card.name) in own or _plain(card.name.partition("-")[0]) in own]
+    is in none: an RTX 3080 Ti, or a notebook's RTX 4090, has other rates than the card whose name is in its own."""
+    own, other = _plain(name), OTHERS & {*re.split("[^a-z0-9]+", name.lower())}
+    found = [card for card in CARDS if _plain(re.sub("-[0-9]+gb$", "", card.name)) in own]
     near = [card for card in found if abs(card.bytes - size) < 0.1 * size]
-    return max(near, key=lambda card: len(card.name), default=None)
+    best = max(near, key=lambda card: len(card.name), default=None)
+    return best if best is not None and all(word in best.name for word in other) else None
 
 
 def sold_as(size: int) -> tuple[CardKind, ...]:
@@ -151,6 +155,7 @@ a100-80gb       80  81920  8.0   2039   312
 l4              24  23034  8.9    300   121
 l40s            48  46068  8.9    864   362
 h100            80  81559  9.0   3350   989
+h100-pcie       80  81559  9.0   2000   756
 h100-nvl        94  95830  9.0   3938   835
 gh200           96  97871  9.0   4000   989
 h200           141 143771  9.0   4800   989

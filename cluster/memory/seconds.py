@@ -4,19 +4,19 @@ device does in a second.
 A decoding step of the engine takes what the host needs for it (scheduling, sampling, one kernel after the other) and
 what the device needs: it reads all weights and the KV cache of the sequences, or multiplies, whichever takes longer.
 The learner takes what its products need, what its other operations move, and what the host needs to start them. The
-host's seconds and the shares of the data sheet that are reached are fitted to measured rows; benchmarks/hours.py names
-those, and compares the predictions with others.
+host's seconds and the shares of the data sheet that are reached are fitted to measured rows, which
+benchmarks/system/hours.py names and compares with the predictions, beside others.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cluster.memory.generator import kv_token_bytes
-from cluster.memory.plan import CARDS, CardKind, Checkpointing, Workload
-from cluster.memory.shape import DTYPE_BYTES, Base, Shape
+from cluster.memory.plan import CARDS, CardKind, Plan, Wish, Workload
+from cluster.memory.shape import DTYPE_BYTES, Checkpointing, Shape
 
 
 class Rates(NamedTuple):
@@ -49,66 +49,102 @@ MOVED, MOVED_HEAD = 416, 48  # bytes for each element of a token's width in a la
 UNPACKED = 1.5  # bytes of a decoding step for each byte of a 4-bit base in 16 bits: packed, unpacked, partly cached
 UNPACKING = 62e9  # bytes in 16 bits that the learner unpacks in a second, with bitsandbytes on an H100
 PUSHED = 10e9  # bytes of whole weights that a push moves in a second
+WOKEN = 3.7e9  # bytes of weights in a second, put to sleep and woken again (an H200: 3.3 GB in 0.9 s)
 
 
 @dataclass(frozen=True, slots=True)
-class Learning:
-    """What the learner's seconds depend on, as the keys of the configuration are named."""
+class Pace:
+    """What a step's seconds depend on beside a plan and its workload. Other fields of `Wish` are in the plan.
 
-    mode: Literal["lora", "full"]
-    dtype: str
-    base: Base
-    checkpointing: Checkpointing
-    token_budget: int
-    groups: int  # of a step
+    groups: of a step. length: mean tokens of a completion. workers, learners: processes of each role. together: the
+    generators work while the learner trains (max_staleness above 0). further: passes through the model beside the
+    policy's, forward ones counted as 1: the reference of learner.loss.beta 1, a value model 2. updates: times that a
+    batch is trained on.
+    """
+
+    groups: int
+    length: float
+    workers: int = 1
+    learners: int = 1
+    together: bool = False
+    further: float = 0.0
+    updates: int = 1
+
+
+class Part(NamedTuple):
+    """Seconds of generation or training. device: those in which the device is busy."""
+
+    whole: float
+    device: float
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of a step. together: whether the generators work while the learner trains (max_staleness above 0)."""
+    """Of a step. device: in which both roles together keep their one card busy; 0 if each has its own."""
 
     generate: float
     train: float
     push: float
     together: bool
+    device: float = 0.0
 
     @property
     def step(self) -> float:
-        longer = max(self.generate, self.train) if self.together else self.generate + self.train
-        return longer + self.push
+        at_once = max(self.generate, self.train, self.device)
+        return (at_once if self.together else self.generate + self.train) + self.push
 
     def words(self, steps: int) -> str:
         """For users: a step by part, and the duration of so many."""
         parts = f"generation {self.generate:.1f} s, training {self.train:.1f} s, push {self.push:.1f} s"
-        both = ", the longer of the first two" if self.together else ""
+        both = "; the first two at once" if self.together else ""
         return f"{self.step:.1f} s a step ({parts}{both}), {duration(steps * self.step)} for {steps} steps"
 
 
-def step_seconds(
-    shape: Shape,
-    work: Workload,
-    learning: Learning,
-    rates: Rates,
-    *,
-    cuda: bool,
-    length: float,
-    workers: int = 1,
-    learners: int = 1,
-    together: bool = False,
-) -> Seconds:
-    """Seconds of a step.
+def step_seconds(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates) -> Seconds:
+    """Seconds of a step of the plan `found`. rates: of a card, or of all cores of a role."""
+    host = ON_CARD if wish.cuda else ON_CPU
+    generating = generation_seconds(found, wish, work, pace, rates)
+    training = _training(found, wish, work, pace, rates)
+    moved = found.shape.params * DTYPE_BYTES[wish.dtype] / PUSHED if wish.mode == "full" else 0.0
+    woken = found.generator["weights"] / WOKEN if found.layout == "alternating" else 0.0
+    shared = generating.device + training.device if wish.cuda and found.layout != "separate" else 0.0
+    return Seconds(generating.whole, training.whole, host.push + moved + woken, pace.together, shared)
 
-    work: its lengths and groups; `sequences` is what one generator decodes at once. rates: of a card, or of all cores
-    of a role. length: mean tokens of a completion. workers, learners: processes of each role.
-    """
-    host = ON_CARD if cuda else ON_CPU
-    pushed = shape.params * DTYPE_BYTES[learning.dtype] / PUSHED if learning.mode == "full" else 0.0
-    return Seconds(
-        _generation(shape, work, learning, rates, host, length, workers),
-        _training(shape, work, learning, rates, host, length, learners),
-        host.push + pushed,
-        together,
-    )
+
+def generation_seconds(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates) -> Part:
+    """Seconds in which the completions of `pace.groups` problems are generated."""
+    shape, host, length = found.shape, ON_CARD if wish.cuda else ON_CPU, max(pace.length, 1.0)
+    asked = pace.groups * work.generations / pace.workers
+    batch = min(asked, max(found.sequences, 1))
+    decoded = asked / batch * length  # decoding steps: what ends makes room for what waits
+    weights = found.generator["weights"]
+    if found.base == "nf4":
+        weights = int(2 * shape.params * UNPACKED / found.shards)
+    cached = batch * (work.prompt + length / 2) * kv_token_bytes(shape, wish.kv_dtype) / found.shards
+    multiplied = 2 * shape.active_params * batch / found.shards / (host.decoding * rates.flops)
+    sharing = found.generators if wish.cuda else 1  # generators that one card serves; on CPUs each has cores of its own
+    device = max((weights + cached) / (host.reading * rates.bandwidth), multiplied) * sharing
+    own = host.step + host.sequence * batch + host.layer * shape.layers
+    prompts = pace.groups / pace.workers * work.prompt * sharing
+    prefilled = 2 * shape.active_params * prompts / found.shards / (host.products * rates.flops)
+    return Part(decoded * (own + device) + prefilled, decoded * device + prefilled)
+
+
+def _training(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates) -> Part:
+    shape, host, length = found.shape, ON_CARD if wish.cuda else ON_CPU, max(pace.length, 2.0)
+    tokens = pace.groups * (work.prompt + work.generations * (length - 1)) / pace.learners
+    again = _repeated(shape, found.checkpointing)
+    # Forward, backward by inputs and by weights.
+    passes = ((2 if wish.mode == "lora" else 3) + again) * pace.updates + pace.further
+    attended = 2 * shape.layers * shape.heads * shape.head_dim * (work.prompt + length / 2)
+    products = tokens * passes * (2 * shape.active_params + 2 * attended) / (host.products * rates.flops)
+    turns = ((2 + again) * pace.updates + pace.further) / 2  # a pass forward and one backward move MOVED
+    wide = (MOVED * shape.layers * shape.hidden + MOVED_HEAD * shape.vocab) * turns
+    moved = tokens * wide * DTYPE_BYTES[wish.dtype] / 2 / (host.reading * rates.bandwidth)
+    batches, own = math.ceil(tokens / found.token_budget), host.layer_pass[wish.mode == "full"]
+    unpacked = batches * 2 * turns * 2 * shape.linear_params / UNPACKING if found.base == "nf4" else 0.0
+    device = products + moved + unpacked
+    return Part(device + batches * passes * shape.layers * own, device)
 
 
 def told(kind: CardKind | None, size: int, seconds_on: Callable[[Rates], Seconds], steps: int) -> str | None:
@@ -128,37 +164,6 @@ def told(kind: CardKind | None, size: int, seconds_on: Callable[[Rates], Seconds
         f"time: about {fast.step:.1f} s a step on {fastest} to {slow.step:.1f} s on {slowest}, "
         f"{duration(steps * fast.step)} to {duration(steps * slow.step)} for {steps} steps"
     )
-
-
-def _generation(
-    shape: Shape, work: Workload, learning: Learning, rates: Rates, host: Host, length: float, workers: int
-) -> float:
-    asked = learning.groups * work.generations / workers
-    batch = min(asked, work.sequences)
-    decoded = asked / batch * max(length, 1.0)  # decoding steps: what ends makes room for what waits
-    b = DTYPE_BYTES[learning.dtype]
-    weights = shape.params * (UNPACKED * 2 if learning.base == "nf4" else b)
-    cached = batch * (work.prompt + length / 2) * kv_token_bytes(shape, learning.dtype)
-    multiplied = 2 * shape.active_params * batch / (host.decoding * rates.flops)
-    device = max((weights + cached) / (host.reading * rates.bandwidth), multiplied)
-    own = host.step + host.sequence * batch + host.layer * shape.layers
-    prefilled = 2 * shape.active_params * learning.groups / workers * work.prompt / (host.products * rates.flops)
-    return decoded * (own + device) + prefilled
-
-
-def _training(
-    shape: Shape, work: Workload, learning: Learning, rates: Rates, host: Host, length: float, learners: int
-) -> float:
-    tokens = learning.groups * (work.prompt + work.generations * max(length - 1, 1)) / learners
-    again = _repeated(shape, learning.checkpointing)
-    passes = (2 if learning.mode == "lora" else 3) + again  # forward, backward by inputs and by weights
-    attended = 2 * shape.layers * shape.heads * shape.head_dim * (work.prompt + length / 2)
-    products = tokens * passes * (2 * shape.active_params + 2 * attended) / (host.products * rates.flops)
-    wide = MOVED * shape.layers * shape.hidden * (2 + again) / 2 + MOVED_HEAD * shape.vocab
-    moved = tokens * wide * DTYPE_BYTES[learning.dtype] / 2 / (host.reading * rates.bandwidth)
-    batches, own = math.ceil(tokens / learning.token_budget), host.layer_pass[learning.mode == "full"]
-    unpacked = batches * (2 + again) * 2 * shape.linear_params / UNPACKING if learning.base == "nf4" else 0.0
-    return products + moved + batches * passes * shape.layers * own + unpacked
 
 
 def _repeated(shape: Shape, checkpointing: Checkpointing) -> float:

@@ -123,6 +123,7 @@ class Shape:
     per_layer: PerLayer | None = None
     stored: Stored | None = None  # how the checkpoint stores the matrices of its layers; None: in 16 or 32 bits
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # text settings of a mixed model
+    positions: int | None = field(default=None, compare=False)  # tokens of its context, where they are known
 
     # The layers that are alike, and how many there are of them.
     stacks: tuple[tuple[int, Layer], ...] = field(init=False, repr=False, compare=False)
@@ -268,7 +269,8 @@ class Shape:
             shape = cls._mixed(config, text, kind, name) if kind in FAMILIES else cls._alike(config, text, kind, name)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return replace(shape, stored=stored)
+        longest = text.get("max_position_embeddings")
+        return replace(shape, stored=stored, positions=longest if isinstance(longest, int) else None)
 
     @classmethod
     def _mixed(cls, config: Mapping[str, Any], text: Mapping[str, Any], kind: str, name: str) -> "Shape":
@@ -411,8 +413,15 @@ def _table(rows: str) -> dict[str, Shape]:
             name, kind, hidden, ffn, layers, heads, kv_heads, head_dim, vocab, tied == "tied",
             attention_bias=kind == "qwen2", softcap=None if softcap == "-" else float(softcap),
             windowed=(0, 0) if window == "-" else windowed_layers({"sliding_window": int(window)}, kind, layers),
+            positions=next(tokens for family, tokens in POSITIONS.items() if name.startswith(family)),
         )  # fmt: skip
     return shapes
+
+
+POSITIONS = {
+    "SmolLM2": 8192, "Qwen2.5": 32768, "Qwen3": 40960, "Llama-3": 131072, "Mistral": 32768, "Gemma-2": 8192,
+    "Gemma-3": 32768,
+}  # fmt: skip
 
 
 SHAPES = _table("""

@@ -7,7 +7,7 @@ does for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cluster.memory.generator import asleep
@@ -23,25 +23,31 @@ GPUS = ("cluster.gpus.generator", "cluster.gpus.learner")
 # The cards of a run whose settings name none.
 
 
-def with_cards(tree: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The settings `tree`, with `cluster.gpus` for a machine of `count` cards if they say nothing of it.
+def with_cards(tree: Mapping[str, Any], count: Callable[[], int]) -> dict[str, Any]:
+    """The settings `tree`, with `cluster.gpus` for this machine's cards if they say nothing of it.
 
     Each process of a role has a card of its own where there are enough of them, or where the settings want it so;
-    otherwise the roles are equal slices of one card. Without a card the roles are on CPUs, as is their default.
+    otherwise the roles are equal slices of one card. The roles stay on CPUs, as is their default, where the cards are
+    too few, and in float32, which vLLM's kernels for adapters on a card do not take. count: tells the number of cards;
+    it is asked only where the answer matters.
     """
-    cluster = tree.get("cluster", {})
-    if count == 0 or not isinstance(cluster, Mapping) or "gpus" in cluster:
+    cluster, model = tree.get("cluster", {}), tree.get("model")
+    float32 = isinstance(model, Mapping) and model.get("dtype") == "float32"
+    if not isinstance(cluster, Mapping) or "gpus" in cluster or float32 or (cards := count()) == 0:
         return dict(tree)
     generators, learners = _number(tree, "rollout", "workers"), _number(tree, "cluster", "learners")
-    shards, scoring = _number(tree, "cluster", "tensor_parallel"), cluster.get("rewards")
-    taken = _number(cluster, "rewards", "processes", 0) * _number(cluster, "rewards", "gpus", 0) if scoring else 0
+    shards = _number(tree, "cluster", "tensor_parallel")
+    left = cards - _number(cluster, "rewards", "processes", 0) * _number(cluster, "rewards", "gpus", 0)
     memory = tree.get("memory")
     layout = memory.get("layout", "auto") if isinstance(memory, Mapping) else "auto"
-    enough = layout == "auto" and count - taken >= generators * shards + learners
-    if enough or shards > 1 or learners > 1 or layout in ("separate", "sharded"):
+    own = shards > 1 or learners > 1 or layout in ("separate", "sharded")
+    share = 100 // (generators + 1) / 100
+    if left >= generators * shards + learners and (own or layout == "auto"):
         gpus = {"generator": float(shards), "learner": 1.0}
+    elif left >= 1 and share > 0 and not own:
+        gpus = {"generator": share, "learner": share}
     else:
-        gpus = dict.fromkeys(("generator", "learner"), 100 // (generators + 1) / 100)
+        return dict(tree)
     return {**tree, "cluster": {**cluster, "gpus": gpus}}
 
 

@@ -271,7 +271,7 @@ def _is_text(text: str) -> bool:
 def validated(tree: Mapping[str, Any], cards: int | None = None) -> RunConfig:
     """The validated configuration of a tree of plain values, as YAML gives it. cards: number of cards for settings that
     say nothing of them; None: the usable ones of this machine. Raises WrongInput."""
-    tree = with_cards(tree, len(usable_cards()) if cards is None else cards)
+    tree = with_cards(tree, lambda: len(usable_cards()) if cards is None else cards)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -176,6 +176,12 @@ MODEL = (
         and (c.model.base == "nf4" or c.arrangement.one_base or c.arrangement.in_shards),
     ),
     Rule(
+        "model.dtype: float32", "does not go with adapters on a card, for which vLLM has kernels in 16 bits alone",
+        "set bfloat16 (float16 on a card without it), learner.push=merged, or cluster.gpus.generator=0 and "
+        "cluster.gpus.learner=0", ("learner.push", "cluster.gpus.generator"),
+        lambda c: c.model.dtype == "float32" and c.learner.pushes_adapters and c.cluster.gpus.generator > 0,
+    ),
+    Rule(
         "learner.lora.targets: experts", "needs learner.push=merged where generators are on a CPU, for which vLLM has "
         "no LoRA for experts", "set that, leave experts out, or give generators a card",
         ("learner.push", "cluster.gpus.generator"),

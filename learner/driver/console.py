@@ -2,6 +2,7 @@
 counts where the run's time goes, and what its reward functions print."""
 
 import json
+import math
 import os
 import time
 import unicodedata
@@ -292,7 +293,7 @@ class Progress:
         self._seconds.append(metrics["time/step"] - evaluation)
         left = (self.total_steps - step) * mean(self._seconds[1:][-RECENT:] or self._seconds)  # the first compiles
         if self._evaluates and self._evaluations:
-            to_come = self.total_steps // self._evaluates - (step - 1) // self._evaluates
+            to_come = math.ceil(self.total_steps / self._evaluates) - (step - 1) // self._evaluates
             left += to_come * mean(self._evaluations)
         return f", {duration(left)} left"
 

@@ -133,16 +133,27 @@ def cuda_wheels() -> frozenset[int]:
     return frozenset(found)
 
 
-def machine_notes(config: RunConfig) -> tuple[str, ...]:
-    """Lines for the user about the system and its cards, for a run on this machine."""
-    if joins(config.cluster.address):
+def _unused(config: RunConfig) -> tuple[str, ...]:
+    """A line about cards that the run leaves alone though its settings do not ask for CPUs."""
+    there = machine.visible_cards()
+    if not there:
         return ()
+    why = "they are too few for its processes, or divided by MIG; cluster.gpus says what each takes"
+    if not machine.torch_cuda():
+        why = "this torch is for CPUs; make setup GPU=1 has another"
+    elif config.model.dtype == "float32":
+        why = "model.dtype is float32, and adapters on a card want 16 bits; set bfloat16 or float16"
+    return (f"cards: {len(there)} x {there[0].name}, not used: {why}",)
+
+
+def machine_notes(config: RunConfig) -> tuple[str, ...]:
+    """Lines for the user about the system and its cards."""
+    given = "gpus" in config.cluster.model_fields_set
+    if joins(config.cluster.address):
+        here = "" if given else "cluster.gpus: not given, so on CPUs; set it for cards of the cluster's nodes"
+        return () if given else (here,)
     if all(role.gpus == 0 for role in roles(config)):
-        unused = [] if machine.usable_cards() else machine.visible_cards()
-        return tuple(
-            f"cards: {len(unused)} x {card.name}, not used: this torch is for CPUs; make setup GPU=1 has another"
-            for card in unused[:1]
-        )
+        return () if given else _unused(config)
     notes = []
     own = int((machine.torch_cuda() or "0").partition(".")[0])
     if others := cuda_wheels() - {own}:

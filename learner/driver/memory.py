@@ -4,11 +4,12 @@
 
 import json
 import logging
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
 from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, kind_of, plan
-from cluster.memory.seconds import Learning, step_seconds, told
+from cluster.memory.seconds import Pace, Rates, duration, generation_seconds, step_seconds, told
 from cluster.memory.shape import ALL, Shape
 from cluster.placement import pack
 from cluster.ray_cluster import joins
@@ -131,8 +132,8 @@ def cards_present(config: RunConfig) -> Cards | None:
     gpus = config.cluster.gpus
     told += f"; cluster.gpus: generator {gpus.generator:g}, learner {gpus.learner:g} (0 and 0: CPUs)"
     if len(cards) > wanted > 0:
-        told += f", {wanted} of {len(cards)} cards (more: rollout.workers)"
-    kind = kind_of(least.name, least.size)
+        told += f", {wanted} of {len(cards)} cards" + " (more: rollout.workers)" * (config.memory.layout != "shared")
+    kind = kind_of(least.name, least.size) or CardKind(least.name, 0, least.size, least.capability)
     return Cards(len(cards), least.free, assumed=False, note=told, kind=kind)
 
 
@@ -531,24 +532,22 @@ class PlanFile:
 def hours(config: RunConfig, budgets: Budgets, cards: Cards | None, steps: int, held_out: int) -> tuple[str, ...]:
     """A line for the user about the seconds of a step and the duration of the run, where the card's rates are known.
     held_out: problems of an evaluation."""
-    found, work = budgets.plan, workload(config, budgets.sequences)
+    found, work, learner = budgets.plan, workload(config, budgets.sequences), config.learner
     on_cards = min(config.cluster.gpus.generator, config.cluster.gpus.learner) > 0
     if found is None or cards is None or not on_cards or config.model.dtype == "float32":
         return ()
-    learning = Learning(
-        config.learner.mode, config.model.dtype, found.base, found.checkpointing, found.token_budget,
-        config.learner.groups_per_step,
+    wish, length = wish_of(config, layouts(config)), config.rollout.max_completion_length
+    pace = Pace(
+        learner.groups_per_step, length, config.rollout.workers, config.cluster.learners,
+        together=config.max_staleness > 0, updates=learner.updates_per_batch,
+        further=(learner.loss.beta > 0) + 2 * (wish.value_rank > 0),
     )  # fmt: skip
-    length = config.rollout.max_completion_length
-    seconds_on = partial(
-        step_seconds, found.shape, work, learning, cuda=True, length=length, workers=config.rollout.workers,
-        learners=config.cluster.learners, together=config.max_staleness > 0,
-    )  # fmt: skip
-    line, every = told(cards.kind, cards.size, seconds_on, steps), config.data.eval.every
+    line = told(cards.kind, cards.size, partial(step_seconds, found, wish, work, pace), steps)
     if line is None:
         return ()
-    share = held_out / (config.learner.groups_per_step * work.generations)
-    more = (
-        f"; {1 + steps // every} evaluations take each as long as the generation of {share:.1f} steps" if every else ""
-    )
+    every, more = config.data.eval.every, ""
+    if every and held_out and cards.kind is not None:
+        rates = Rates(cards.kind.flops, cards.kind.bandwidth)
+        asked = generation_seconds(found, wish, replace(work, generations=1), replace(pace, groups=held_out), rates)
+        more = f"; {1 + math.ceil(steps / every)} evaluations of {duration(asked.whole)} each"
     return (f"{line}, if all completions have {length} tokens{more}",)

@@ -150,7 +150,8 @@ STEPS = 10  # number of steps that are judged together: a few steps of equal rew
 LEAST = 3  # number of steps that suffice where completions are cut off, or where the run has ended
 NEARLY_ALL = 0.9  # share of the completions, or groups, of these steps from which on the user is told
 MOST = 0.75  # share of groups with equal rewards from which on a task whose accuracy has stopped to rise is learned
-FLAT, GAIN = 0.02, 0.1  # of held-out accuracy: most between the last three evaluations, and least since the first
+# Held-out accuracy of a learned task: most between the last three evaluations, least gain since the first, and least.
+FLAT, GAIN, HIGH = 0.02, 0.1, 0.8
 
 
 class Signal(NamedTuple):
@@ -238,12 +239,13 @@ class SignalWatch:
             yield "alike", self._of_alike(steps, last)
 
     def _learned(self, steps: list[Signal]) -> bool:
-        """Whether most groups have equal rewards, and held-out accuracy has risen and rises no more."""
+        """Whether most groups have equal rewards, and held-out accuracy has risen, is high and rises no more."""
         newest, alike = self._accuracy[-3:], [step.alike for step in steps if step.alike is not None]
         return (
             len(self._accuracy) > len(newest) == 3
             and max(newest) - min(newest) <= FLAT
             and newest[-1] - self._accuracy[0] >= GAIN
+            and newest[-1] >= HIGH
             and len(alike) == len(steps)
             and sum(alike) >= MOST * len(steps) * self._groups
         )
@@ -253,8 +255,8 @@ class SignalWatch:
         return (
             f"the task seems learned: in {alike:.0f} of the {len(steps) * self._groups} groups of {last} all "
             f"completions have the same reward, and eval/accuracy has stayed at {self._accuracy[-1]:.3f} for three "
-            f"evaluations, from {self._accuracy[0]:.3f} at first; stop here (Ctrl-C writes a checkpoint), or give "
-            "harder problems (data.path)"
+            f"evaluations, from {self._accuracy[0]:.3f} at first; further steps want harder problems (data.path), and "
+            "Ctrl-C ends a run with a checkpoint"
         )
 
     def _alike(self, steps: list[Signal]) -> bool:

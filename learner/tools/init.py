@@ -14,6 +14,7 @@ from cluster.errors import WrongInput
 from cluster.files import writing
 from cluster.memory.plan import BF16
 from learner.driver import process
+from learner.driver.memory import card_size
 from learner.main import Request, epilog
 
 
@@ -33,6 +34,10 @@ class InitRequest(Request):
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; it is made.")] = Path()
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Hub name or folder; else the demo's model, which runs on a CPU.")
+    ] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="CARD", help="The card that --model will run on (rtx4090, t4); else what is here."),
     ] = None
 
 
@@ -108,21 +113,23 @@ def run(asked: InitRequest) -> int:
     """Exit code: 0; 2 where the files cannot be written, of which a sentence is printed."""
     process.streams_are_commentary()
     try:
-        print(write(asked.folder, asked.model))
+        print(write(asked.folder, asked.model, asked.gpu))
     except WrongInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def write(folder: Path, model: str | None) -> str:
-    """Writes config.yaml, my_rewards.py and data.jsonl, and returns a text on what to do next. Raises WrongInput; if
-    one of the files exists, before anything is written."""
+def write(folder: Path, model: str | None, gpu: str | None = None) -> str:
+    """Writes config.yaml, my_rewards.py and data.jsonl, and returns a text on what to do next. gpu: the card that runs
+    `model`, if it is another machine's. Raises WrongInput; if one of the files exists, before anything is written."""
+    if gpu is not None and model is None:
+        raise WrongInput("--gpu: goes with --model; the demo's model runs on a CPU")
     if model is not None and Path(model).is_dir():  # the path is made absolute, since commands run in the folder
         model = str(Path(model).resolve())
     chosen = {
         "model": json.dumps(model or str(_demo())),
-        **(SETTINGS | {"dtype": _dtype()} if model else DEMO_SETTINGS),
+        **(SETTINGS | {"dtype": _dtype(gpu)} if model else DEMO_SETTINGS),
     }
     files = {
         "config.yaml": CONFIG.format(**chosen),
@@ -146,8 +153,14 @@ def write(folder: Path, model: str | None) -> str:
     )
 
 
-def _dtype() -> str:
-    """The type in which this machine computes fastest."""
+def _dtype(gpu: str | None) -> str:
+    """The type in which the card, else this machine, computes fastest. Raises WrongInput."""
+    if gpu is not None:
+        try:
+            named = card_size(gpu).card
+        except ValueError as error:
+            raise WrongInput(f"--gpu: {error}") from None
+        return "float16" if named is not None and named.capability < BF16 else "bfloat16"
     if usable := machine.usable_cards():
         return "bfloat16" if min(card.capability for card in usable) >= BF16 else "float16"
     return machine.cpu_dtype()

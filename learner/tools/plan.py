@@ -17,7 +17,7 @@ import typer
 from cluster.memory import plan as cards
 from cluster.memory.generator import kv_token_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
-from cluster.memory.seconds import Learning, measured_rates, step_seconds, told
+from cluster.memory.seconds import Pace, measured_rates, step_seconds, told
 from cluster.memory.shape import (
     DTYPE_BYTES,
     SHAPES,
@@ -104,8 +104,8 @@ class PlanRequest(Request):
         """Raises ValueError for options that do not go together."""
         if self.model is not None and self.every:
             raise ValueError("--all: does not go with --model, which names one; leave one of them out")
-        if self.cpu and (self.model is None or self.gpu is not None or self.longest or self.png is not None):
-            raise ValueError("--cpu: is asked of one model, named by --model, and without --gpu, --longest and --png")
+        if self.cpu:
+            self._check_cpu()
         if self.longest and self.model is None:
             raise ValueError("--longest: is asked of one model; name it with --model")
         if self.algorithm == "grpo" and self.generations < 2:
@@ -117,6 +117,17 @@ class PlanRequest(Request):
             raise ValueError(
                 "--base shared: one base for both roles needs both on one card, got --cards 2; leave that out"
             )
+
+    def _check_cpu(self) -> None:
+        if self.model is None:
+            raise ValueError("--cpu: is asked of one model; name it with --model")
+        others = {
+            "--gpu": self.gpu is not None, "--longest": self.longest, "--png": self.png is not None,
+            "--cards": self.cards != 1, "--base": self.base != "auto", "--algorithm": self.algorithm != "grpo",
+            "--kv-cache-dtype": self.kv_cache_dtype != "auto", "--ram": self.ram is not None, "--all": self.every,
+        }  # fmt: skip
+        if wrong := [name for name, given in others.items() if given]:
+            raise ValueError(f"--cpu: goes without {', '.join(wrong)}; leave out what is of cards")
 
     def check_base(self, shapes: Sequence[Shape]) -> None:
         """Raises ValueError if one base for both roles is asked for a model whose weights vLLM lays out anew."""
@@ -305,6 +316,8 @@ def run(asked: PlanRequest) -> int:
     work = Workload(asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2)
     if asked.longest:
         work = replace(work, completion=_longest(shapes[0], size, work, asked))
+        if work.whole == shapes[0].positions and not asked.as_json:
+            print(f"longest: the model's own context, {work.whole} tokens with the prompt")
     found = [_plans(shape, size, work, asked) for shape in shapes]
     if asked.as_json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
@@ -440,7 +453,7 @@ def _chosen(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) 
     """The plan of the first way that `--base` allows and that fits, else the last one's misfit; and its wish."""
     wish = _wanted(Wish(), size, asked)
     ways: list[tuple[Base | None, bool]] = [(None, wish.shared)]
-    if asked.base == "auto" and asked.cards == 1 and shape.stored is None and unshared(shape) is None:
+    if _may_share(shape, asked):
         ways = [("none", False), ("none", True), ("nf4", False), ("nf4", True)]
     for base, shared in ways:
         wish = replace(wish, base=base, shared=shared)
@@ -482,11 +495,7 @@ def _on_cpu(asked: PlanRequest) -> int:
     found = plan(shape, NO_LIMIT, work, wish)
     if isinstance(found, Misfit):
         raise ValueError(f"--model: {found}")
-    learning = Learning(wish.mode, dtype, "none", "none", found.token_budget, asked.groups)
-    each = step_seconds(
-        shape, replace(work, sequences=found.sequences), learning, measured_rates(dtype, 1), cuda=False,
-        length=asked.completion, together=asked.staleness > 0,
-    )  # fmt: skip
+    each = step_seconds(found, wish, work, _pace(work, wish, asked), measured_rates(dtype, 1))
     fits = found.learner_bytes + found.generator_bytes <= has
     if asked.as_json:
         seconds = {"step": each.step, "generate": each.generate, "train": each.train, "push": each.push}
@@ -504,27 +513,37 @@ def _on_cpu(asked: PlanRequest) -> int:
 
 
 def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> int:
-    """The longest completion, in tokens, for which there is a plan; at least 1, at most MOST_TOKENS."""
-    fits, beyond = 1, MOST_TOKENS + 1
+    """The longest completion, in tokens, for which there is a plan within the model's context; at least 1."""
+    most = (shape.positions or MOST_TOKENS) - work.prompt
+    ways = [_wanted(Wish(), size, asked)]
+    if _may_share(shape, asked):  # what needs least
+        ways = [replace(ways[0], base="nf4", shared=shared) for shared in (True, False)]
+    fits, beyond = 1, most + 1
     while beyond - fits > 1:
         tried = (fits + beyond) // 2
-        found, _ = _chosen(shape, size, replace(work, completion=tried), asked)
-        fits, beyond = (tried, beyond) if isinstance(found, Plan) else (fits, tried)
+        needs = (least(shape, size.bytes, replace(work, completion=tried), wish) for wish in ways)
+        found = any(one.device_peak <= USABLE * size.bytes for one in needs)
+        fits, beyond = (tried, beyond) if found else (fits, tried)
     return fits
+
+
+def _may_share(shape: Shape, asked: PlanRequest) -> bool:
+    """Whether `--base auto` has other ways than a base for each role."""
+    return asked.base == "auto" and asked.cards == 1 and shape.stored is None and unshared(shape) is None
 
 
 def _time(found: Plan, wish: Wish, work: Workload, size: "CardSize", asked: PlanRequest) -> str:
     """The line about the seconds of a step and the hours of a run."""
-    learning = Learning(wish.mode, wish.dtype, found.base, found.checkpointing, found.token_budget, asked.groups)
-    work = replace(work, sequences=found.sequences)
-    seconds_on = partial(
-        step_seconds, found.shape, work, learning, cuda=True, length=work.completion, together=asked.staleness > 0
-    )
-    line = told(size.card, size.bytes, seconds_on, asked.steps)
+    line = told(size.card, size.bytes, partial(step_seconds, found, wish, work, _pace(work, wish, asked)), asked.steps)
     if line is None:
         return "time: not known, as the card is not (--gpu rtx4090)"
     each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
     return f"{line}; {each} (docs/benchmarks.md)"
+
+
+def _pace(work: Workload, wish: Wish, asked: PlanRequest) -> Pace:
+    further = 2.0 * (wish.value_rank > 0)
+    return Pace(asked.groups, work.completion, together=asked.staleness > 0, further=further)
 
 
 def _as_json(one: Found) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,11 @@ def three_cards(monkeypatch: pytest.MonkeyPatch) -> None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return [8, CARDS.index(handle)]
 
+    def mode(handle: str) -> list[int]:
+        if handle != CARDS[0]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [1, 1]
+
     def by_uuid(name: str) -> str:
         if name != PART:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
@@ -42,7 +48,7 @@ def three_cards(monkeypatch: pytest.MonkeyPatch) -> None:
         "nvmlDeviceGetHandleByIndex": CARDS.__getitem__, "nvmlDeviceGetHandleByUUID": by_uuid,
         "nvmlDeviceGetUUID": lambda handle: handle, "nvmlDeviceGetName": lambda handle: f"NVIDIA {handle}",
         "nvmlDeviceGetMemoryInfo": memory, "nvmlDeviceGetCudaComputeCapability": capability,
-        "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: CARDS[0],
+        "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: CARDS[0], "nvmlDeviceGetMigMode": mode,
     }  # fmt: skip
     for name, function in stands_for.items():
         monkeypatch.setattr(pynvml, name, function)
@@ -123,3 +129,32 @@ def test_threads_sleep_while_they_wait(command: str) -> None:
 
 def test_what_the_user_says_of_the_waiting_stays() -> None:
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in said(COMMANDS["export"], OMP_WAIT_POLICY="ACTIVE")
+
+
+@pytest.mark.usefixtures("three_cards")
+def test_the_usable_ones_are_whole_or_named_parts_and_tell_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
+    assert [card.uuid for card in machine.usable_cards()] == CARDS[1:]  # the first is divided
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "")
+    assert machine.usable_cards() == []
+    assert len(machine.visible_cards()) == 3
+    memory = pynvml.nvmlDeviceGetMemoryInfo
+
+    def lost(handle: str) -> Any:
+        if handle == CARDS[1]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return memory(handle)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lost)
+    assert [card.uuid for card in machine.visible_cards()] == [CARDS[0], CARDS[2]]
+
+
+def test_what_the_processor_computes_fastest_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for flags, dtype in {"fpu avx2": "float32", "fpu avx512_bf16 avx2": "bfloat16", "amx_bf16": "bfloat16"}.items():
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: none\n")
+        monkeypatch.setattr(machine, "CPUS", tmp_path / "cpuinfo")
+        assert machine.cpu_flags() == frozenset(flags.split())
+        assert machine.cpu_dtype() == dtype
+    monkeypatch.setattr(machine, "CPUS", tmp_path / "none")
+    assert machine.cpu_flags() == frozenset()

@@ -63,13 +63,19 @@ def test_ranks_that_hold_the_whole_model_keep_what_a_step_began_with() -> None:
         (2, {}, (1, 1)),
         (2, {"memory": {"layout": "shared"}}, (0.5, 0.5)),
         (2, {"memory": {"layout": "alternating"}}, (0.5, 0.5)),
-        (1, {"memory": {"layout": "separate"}}, (1, 1)),  # the check of the machine's cards refuses it
+        (1, {"memory": {"layout": "separate"}}, None),  # too few, so that it stays as it was
+        (2, {"memory": {"layout": "separate"}}, (1, 1)),
         (1, {"rollout": {"workers": 2}}, (0.33, 0.33)),
         (2, {"rollout": {"workers": 2}}, (0.33, 0.33)),
         (3, {"rollout": {"workers": 2}}, (1, 1)),
         (4, {"cluster": {"tensor_parallel": 2}}, (2, 1)),
+        (2, {"cluster": {"tensor_parallel": 2}}, None),
         (4, {"cluster": {"learners": 2}}, (1, 1)),
+        (2, {"cluster": {"learners": 2}}, None),
         (2, {"cluster": {"rewards": {"processes": 1, "gpus": 1}}}, (0.5, 0.5)),
+        (1, {"cluster": {"rewards": {"processes": 1, "gpus": 1}}}, None),
+        (1, {"rollout": {"workers": 120}}, None),
+        (1, {"model": {"path": "m", "dtype": "float32"}}, None),
         (2, {"cluster": {"address": "auto"}}, (1, 1)),
         (2, {"cluster": {"gpus": {"generator": 0.5, "learner": 0.5}}}, (0.5, 0.5)),
         (2, {"cluster": {"gpus": {"generator": 1}}}, (1, 0)),
@@ -81,10 +87,18 @@ def test_ranks_that_hold_the_whole_model_keep_what_a_step_began_with() -> None:
 def test_settings_that_name_no_card_take_those_that_are_here(
     cards: int, settings: dict[str, Any], gpus: tuple[float, float] | None
 ) -> None:
-    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": ["number"], **settings}
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": ["number"], **settings}
     if gpus is None:
-        assert with_cards(tree, cards) == tree
+        assert with_cards(tree, lambda: cards) == tree
         return
     config = validated(tree, cards)
     assert (config.cluster.gpus.generator, config.cluster.gpus.learner) == gpus
-    assert with_cards(tree, 0) == tree
+    assert with_cards(tree, lambda: 0) == tree
+
+
+def test_cards_are_not_asked_for_where_nothing_depends_on_them() -> None:
+    def never() -> int:
+        raise AssertionError
+
+    tree = {"cluster": {"gpus": {"generator": 0, "learner": 0}}}
+    assert with_cards(tree, never) == tree

@@ -80,6 +80,7 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([*SEVERAL, DIVIDED, "model.base=nf4"], "model.base: nf4 needs the whole model.*memory.layout=sharded"),
     (["learner.push=merged", "model.base=nf4"], "learner.push: merged needs.*got model.base=nf4"),
     ([*SEVERAL, DIVIDED, "learner.push=merged"], "learner.push: merged needs.*got .*memory.layout=sharded"),
+    ([GENERATOR_CARD, "model.dtype=float32"], "model.dtype: float32 does not go with adapters on a card.*got learner"),
     ([EXPERTS], "learner.lora.targets: experts needs .*got learner.push=adapter, "),
     ([GENERATOR_CARD, EXPERTS, "model.base=nf4"], "learner.lora.targets: experts needs a base .*got model.base=nf4"),
     ([*SEVERAL, DIVIDED, GENERATOR_CARD, EXPERTS], "learner.lora.targets: experts needs a base .*layout=sharded"),

@@ -117,7 +117,8 @@ def test_a_model_that_is_not_there_is_said_once(model: Path, capsys: pytest.Capt
 
 @pytest.mark.usefixtures("no_trials")
 def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_of(model, cluster={"gpus": {"generator": 0.5, "learner": 0.5}})
+    halves = {"gpus": {"generator": 0.5, "learner": 0.5}}
+    config = config_of(model, cluster=halves, model={"path": str(model), "dtype": "bfloat16"})
     Path("config.yaml").write_text(yaml.safe_dump(config))
     assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", "80GiB"]) == 0
     brief = capsys.readouterr().out
@@ -145,15 +146,15 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("no_trials")
 def test_settings_that_name_no_card_take_the_assumed_ones(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("config.yaml").write_text(yaml.safe_dump(config_of(model)))
+    Path("config.yaml").write_text(yaml.safe_dump(config_of(model, model={"path": str(model), "dtype": "bfloat16"})))
     for cards, each in (("80GiB", "0.5"), ("2x80GiB", "1")):
         assert main(["--config", "config.yaml", "--dry-run", "--assume-gpus", cards]) == 0
         out = capsys.readouterr().out
         assert f"placement    generator-0: 1 CPU, {each} GPU\nplacement    learner: 1 CPU, {each} GPU\n" in out
-    hours = ["--dry-run", "--assume-gpus", "rtx4090", "model.dtype=bfloat16", "steps=50", "data.eval.every=20"]
+    hours = ["--dry-run", "--assume-gpus", "rtx4090", "steps=50", "data.eval.every=20"]
     assert main(["--config", "config.yaml", *hours, "data.eval.size=2"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("time: about "))
-    assert re.search(r" for 50 steps on rtx4090, if all completions have 16 tokens; 3 evaluations take each", line)
+    assert re.search(r" for 50 steps on rtx4090, if all completions have 16 tokens; 4 evaluations of 0 s each", line)
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,23 @@ def test_our_own_wheels_are_of_one_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     assert cuda_wheels() == {12, 13}
 
 
-def test_cards_that_this_torch_cannot_use_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up(monkeypatch, [H100, H100], 2, cuda="")
-    monkeypatch.setattr(machine, "usable_cards", list)
-    (note,) = machine_checks.machine_notes(config_of(0))
-    assert note.startswith("cards: 2 x H100, not used: this torch is for CPUs; make setup GPU=1")
-    monkeypatch.setattr(machine, "usable_cards", lambda: [H100])  # the settings ask for CPUs
-    assert machine_checks.machine_notes(config_of(0)) == ()
+@pytest.mark.parametrize(
+    ("cuda", "dtype", "why"),
+    [
+        ("", "bfloat16", "this torch is for CPUs; make setup GPU=1"),
+        ("13.0", "float32", "model.dtype is float32"),
+        ("13.0", "bfloat16", "they are too few for its processes"),
+    ],
+)
+def test_cards_that_a_run_leaves_alone_are_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, cuda: str, dtype: str, why: str
+) -> None:
+    set_up(monkeypatch, [H100, H100], 2, cuda=cuda)
+    plain = {"model": {"path": "m", "dtype": dtype}, "data": {"path": "d"}, "rewards": [{"use": "format"}]}
+    (note,) = machine_checks.machine_notes(RunConfig.model_validate(plain))
+    assert note.startswith(f"cards: 2 x H100, not used: {why}")
+    assert machine_checks.machine_notes(config_of(0)) == ()  # the settings ask for CPUs
+    (note,) = machine_checks.machine_notes(RunConfig.model_validate(plain | {"cluster": {"address": "auto"}}))
+    assert note.startswith("cluster.gpus: not given, so on CPUs")
+    set_up(monkeypatch, [], 0, cuda=cuda)
+    assert machine_checks.machine_notes(RunConfig.model_validate(plain)) == ()

@@ -267,6 +267,7 @@ def test_it_is_said_once_while_the_run_goes_on_and_again_at_its_end() -> None:
         (2, [0.3, 0.9, 0.91, 0.9], False),
         (4, [0.3, 0.9, 0.91, 0.9], True),
         (4, [0.3, 0.3, 0.3, 0.3], False),
+        (4, [0.1, 0.3, 0.3, 0.3], False),  # stuck, and no better than that
     ],
 )
 def test_a_task_that_is_learned_is_told_with_what_to_do(groups: float, accuracies: list[float], learned: bool) -> None:
@@ -277,7 +278,10 @@ def test_a_task_that_is_learned_is_told_with_what_to_do(groups: float, accuracie
     assert len(said) == (learned or groups == 4)
     assert [one.startswith("the task seems learned: in ") for one in said] == [learned] * len(said)
     if learned:
-        assert "eval/accuracy has stayed at 0.900 for three evaluations, from 0.300 at first; stop here" in said[0]
+        assert (
+            "eval/accuracy has stayed at 0.900 for three evaluations, from 0.300 at first; further steps want"
+            in said[0]
+        )
 
 
 def test_a_few_steps_are_enough_at_the_end() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster import machine
 from cluster.machine import Card
 from cluster.memory.shape import SHAPES, SPARSE
 from learner.config import RunConfig
@@ -168,11 +169,16 @@ def test_the_longest_completion_and_the_time_of_it(capsys: pytest.CaptureFixture
     assert re.search(r"time: about [0-9.]+ s a step on rtx4090 to [0-9.]+ s on l4, ", capsys.readouterr().out)
     assert main(["plan", "--gpu", "60GiB", "--model", "Llama-3.1-8B"]) == 0
     assert "time: not known, as the card is not (--gpu rtx4090)" in capsys.readouterr().out
+    assert main(["plan", "--gpu", "t4", "--model", "Qwen2.5-1.5B", "--longest"]) == 0
+    out = capsys.readouterr().out
+    assert "longest: the model's own context, 32768 tokens with the prompt" in out
+    assert "max_completion_length: 32512\n" in out
     assert main(["plan", "--gpu", "24GiB", "--longest"]) == 2
     assert "--longest: is asked of one model; name it with --model" in capsys.readouterr().err
 
 
 def test_the_card_that_is_here_and_the_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "visible_cards", list)
     assert main(["plan"]) == 2
     assert "--gpu: no card is visible here; name one, or its size" in capsys.readouterr().err
     here = Card("NVIDIA H100 80GB HBM3", "a", 81559 * 2**20, 40 * 2**30, (9, 0))
@@ -187,8 +193,11 @@ def test_the_card_that_is_here_and_the_cpu(capsys: pytest.CaptureFixture[str], m
     assert row["seconds"]["step"] > row["seconds"]["generate"] > 0
     assert main(["plan", "--cpu", "--model", "SmolLM2-135M", "--steps", "7"]) == 0
     assert "for 7 steps; 8 groups of 8" in capsys.readouterr().out
-    assert main(["plan", "--cpu", "--model", "Qwen2.5-14B"]) == 1  # no machine of the tests has so much memory
+    monkeypatch.setattr(machine, "main_memory", lambda: 2**30)
+    assert main(["plan", "--cpu", "--model", "Qwen2.5-14B"]) == 1
     capsys.readouterr()
+    assert main(["plan", "--cpu", "--model", "SmolLM2-135M", "--algorithm", "ppo", "--ram", "8GiB"]) == 2
+    assert "--cpu: goes without --algorithm, --ram; leave out what is of cards" in capsys.readouterr().err
     assert main(["plan", "--cpu"]) == 2
     assert "--cpu: is asked of one model" in capsys.readouterr().err
 

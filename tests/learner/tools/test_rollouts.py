@@ -142,6 +142,20 @@ def test_a_model_of_one_s_own(
     assert (config.cluster.gpus.generator > 0) == bool(cards)
 
 
+@pytest.mark.parametrize(("card", "dtype"), [("t4", "float16"), ("rtx4090", "bfloat16"), ("24GiB", "bfloat16")])
+def test_a_model_for_a_card_of_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], card: str, dtype: str
+) -> None:
+    assert main(["init", str(tmp_path), "--model", "org/name", "--gpu", card]) == 0
+    assert load_config(str(tmp_path / "config.yaml"), []).model.dtype == dtype
+    capsys.readouterr()
+    assert main(["init", str(tmp_path / "other"), "--model", "org/name", "--gpu", "rtx490"]) == 2
+    assert capsys.readouterr().err.startswith("error: --gpu: must be a card or its size")
+    assert main(["init", str(tmp_path / "other"), "--gpu", "t4"]) == 2
+    assert "--gpu: goes with --model" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_model_s_folder_is_found_from_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models/q").mkdir(parents=True)

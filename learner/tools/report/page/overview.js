@@ -7,9 +7,10 @@ function overview(head) {
   byId("lines").textContent = head.runs.length > 1 ? `Solid: ${head.runs[0].name}. Dashed: ${head.runs[1].name}.${unlike(head)}` : "";
   const [dull, telling] = [true, false].map((still) => head.figures.filter((figure) => unmoved(head, figure) === still));
   redrawn(byId("figures"), ...telling.map((figure) => drawn(head, figure)).filter(Boolean));
-  redrawn(byId("still"), ...dull.map((figure) => drawn(head, figure)).filter(Boolean));
-  byId("unchanged").hidden = !byId("still").children.length;
-  byId("unchanged-names").textContent = `${byId("still").children.length} that do not change: ` + dull.map((figure) => figure.title).join(", ");
+  const folded = dull.map((figure) => [figure.title, drawn(head, figure)]).filter(([, one]) => one);
+  redrawn(byId("still"), ...folded.map(([, one]) => one));
+  byId("unchanged").hidden = !folded.length;
+  byId("unchanged-names").textContent = `${folded.length} that do not change: ` + folded.map(([title]) => title).join(", ");
   byId("curves").hidden = !head.figures.length;
   chooser(head);
   redrawn(byId("bars"), ...head.runs.flatMap((run) => memory(run, head.runs.length > 1)));
@@ -73,9 +74,11 @@ function linesOf(head, {metrics}) {
   }));
 }
 
-// Whether a curve of at least three steps has one value throughout. Of rewards and accuracy that is worth seeing.
+// Whether each metric of a figure of at least three steps has one value throughout, the same in both runs. Of rewards and
+// accuracy that is worth seeing.
 function unmoved(head, figure) {
-  const values = linesOf(head, figure).map((one) => one.points.map((point) => point[1]).filter((value) => value !== null));
+  const valuesOf = (metric) => head.runs.flatMap((run) => run.metrics[metric] || []).filter((value) => value !== null);
+  const values = figure.metrics.map(valuesOf);
   return !figure.metrics.some((metric) => /^(reward\/mean$|eval\/)/.test(metric)) && values.some((some) => some.length > 2)
     && values.every((some) => some.every((value) => value === some[0]));
 }
