@@ -253,6 +253,35 @@ def test_two_runs_with_other_held_out_problems_are_told_apart(
     assert texts(visit(run / "report.html"), "#lines") == [f"Solid: run. Dashed: other.{said}"]
 
 
+def test_noisy_curves_have_a_mean_and_those_that_do_not_change_are_folded(run: Path, visit: Visit) -> None:
+    def rows(staleness: float) -> str:
+        """Of 40 steps: the reward goes 0, 1, 0, 1, ...; the accuracy and the staleness stay."""
+        steps = ({"step": i, "at": float(i), "reward/mean": float(i % 2), "policy/entropy": 2.0,
+                  "policy/staleness_mean": staleness, "eval/accuracy": 0.5, "loss/grad_norm": i / 40}
+                 for i in range(1, 41))  # fmt: skip
+        return "".join(json.dumps(row) + "\n" for row in steps)
+
+    second = shutil.copytree(run, run.parent / "other")
+    (run / "metrics.jsonl").write_text(rows(1.0))
+    report(run, None, None, 2**20)
+    driver = visit(run / "report.html")
+    assert texts(driver, "#unchanged-names") == ["2 that do not change: Entropy, Staleness"]
+    assert "Reward" in texts(driver, "#figures h3")
+    assert "Held-out" in texts(driver, "#figures h3")
+    places = driver.execute_script(
+        "const of = (figure, kind) => figure.querySelector('polyline' + kind).getAttribute('points').split(' ')"
+        ".map((point) => Number(point.split(',')[1]));"
+        "const figures = [...document.querySelectorAll('#figures figure')];"
+        "const figure = figures.find((one) => one.innerText.includes('Reward'));"
+        "return [of(figure, '.faint'), of(figure, ':not(.faint)')]"
+    )
+    raw, mean = ([*map(float, some)][5:-5] for some in places)
+    assert max(raw) - min(raw) == pytest.approx(5 * (max(mean) - min(mean)))  # of five steps two or three are 1
+    (second / "metrics.jsonl").write_text(rows(0.0))
+    report(run, None, second, 2**20)
+    assert texts(visit(run / "report.html"), "#unchanged-names") == ["1 that do not change: Entropy"]
+
+
 def test_where_the_time_of_each_start_went_is_drawn(run: Path, scheme: str, visit: Visit) -> None:
     starts = [{"at": 0.0, "wall": 8.0, "processes": 6.0, "training": 2.0}, {"at": 600.0, "wall": 4.0, "processes": 4.0}]
     (run / "phases.jsonl").write_text("".join(json.dumps(one) + "\n" for one in starts) + '{"at": 601.0, "wa')
