@@ -59,8 +59,8 @@ class GpuConfig(Frozen):
     """Of each generator: 0 is the CPU, a fraction a slice of a card, 1 a card of its own; 2 or more are cards of one
     machine over which vLLM spreads a model that is too large for one. 0.5 for both roles: two slices of one card.
     Settings that say nothing of `cluster.gpus` take the cards of the machine where the run starts, if torch is a build
-    for cards and `model.dtype` is not float32: one for each process if there are enough, else equal slices of one; set 0
-    for both roles to leave them alone."""
+    for cards and `model.dtype` is not float32: one for each process if there are enough, else equal slices of one; set
+    0 for both roles to leave them alone."""
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the learner, likewise. 1 for both roles: a card each."""
 

@@ -1,7 +1,8 @@
 """The seconds of a step that gleaner tells before a run (cluster.memory.seconds), beside those that were measured.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.hours            the rows of cards, from benchmarks/results/gpu
-    PYTHONPATH=. .venv/bin/python -m benchmarks.system.hours --cpu      runs on this machine's CPU as well, 15 minutes
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.hours --runs out/demo-real-seed0      and of a run on this CPU
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.hours --cpu      runs on this machine's CPU as well, 20 minutes
 
 A row is a whole run (medians of its metrics after two steps) or a step of the learner alone. The planner's choices and
 the mean length of completions are those of the run. The constants of cluster.memory.seconds were set by hand with a
@@ -119,22 +120,32 @@ def cpu_runs(options: argparse.Namespace) -> Iterator[Row]:
     """Runs of the demo, of the ragged workload and of SmolLM2, each role on one core, and one step after the other."""
     for name, tree in _trees(options):
         with finished(tree | ON_CPUS | {"max_staleness": 0, "trackers": []}, 1800) as run:
-            lines, config = _later(run / "metrics.jsonl"), load_config(str(run / "config.yaml"), [])
-            prompts = [
-                len(ids)
-                for file in (run / "rollouts").glob("*.parquet")
-                for ids in pq.read_table(file, columns=["prompt_ids"])["prompt_ids"].to_pylist()
-            ]
-        rates = measured_rates(config.model.dtype, 1)
+            yield row_of(run, name)
+
+
+def row_of(run: Path, name: str) -> Row:
+    """The row of a run on this machine's CPU, one generator, one core for each role. Where both roles worked at once
+    the step alone is compared, in its mean, since long and short ones alternate, without evaluations."""
+    lines, config = _later(run / "metrics.jsonl"), load_config(str(run / "config.yaml"), [])
+    columns = (
+        pq.read_table(file, columns=["prompt_ids"])["prompt_ids"] for file in (run / "rollouts").glob("*.parquet")
+    )
+    prompts = [len(ids) for column in columns for ids in column.to_pylist()]
+    rates = measured_rates(config.model.dtype, 1)
+    budgets = settle(config, json.loads((Path(config.model.path) / "config.json").read_text()))
+    assert budgets.plan is not None
+    work = replace(workload(config, budgets.sequences), prompt=round(mean(prompts)))
+    length = mean(line["rollout/completion_length"] for line in lines)
+    together = config.max_staleness > 0
+    pace = Pace(config.learner.groups_per_step, length, config.rollout.workers, together=together)
+    told = step_seconds(budgets.plan, wish_of(config, layouts(config)), work, pace, rates)
+    found: tuple[float | None, float | None, float | None]
+    if together:
+        found = (mean(line["time/step"] - line["time/evaluate"] for line in lines), None, None)
+    else:
         step, generate, train = (median(line[part] for line in lines) for part in PARTS)
-        model = json.loads((Path(config.model.path) / "config.json").read_text())
-        budgets = settle(config, model)
-        assert budgets.plan is not None
-        work = replace(workload(config, budgets.sequences), prompt=round(mean(prompts)))
-        length = mean(line["rollout/completion_length"] for line in lines)
-        pace = Pace(config.learner.groups_per_step, length, config.rollout.workers)
-        told = step_seconds(budgets.plan, wish_of(config, layouts(config)), work, pace, rates)
-        yield Row(f"cpu {name}, {rates.flops / 1e9:.0f} GFLOP/s", name == "ragged 25M", told, (step, generate, train))
+        found = (step, generate, train)
+    return Row(f"cpu {name}, {rates.flops / 1e9:.0f} GFLOP/s", False, told, found)
 
 
 def _trees(options: argparse.Namespace) -> Iterator[tuple[str, Tree]]:
@@ -165,14 +176,16 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cpu", action="store_true", help="measure on this machine's CPU, too")
+    parser.add_argument("--runs", nargs="*", type=Path, default=[], help="folders of runs on this machine's CPU")
     add_ragged_options(parser)
     options = parser.parse_args()
     rows = [*runs(), *learner_steps()]
-    if not options.cpu:
+    if not options.cpu and not options.runs:
         print(table(rows))
         return
     told = conditions()
-    rows += cpu_runs(options)
+    rows += [row_of(run, run.name) for run in options.runs]
+    rows += cpu_runs(options) if options.cpu else []
     text = f"# Seconds of a step: told before the run, and measured\n\n{table(rows)}\n\nConditions of the rows `cpu`: "
     content = [row._asdict() | {"told": [row.told.step, row.told.generate, row.told.train]} for row in rows]
     save("hours", {"conditions": told, "rows": content}, text + under(told, "wall time, one core for each role"))
