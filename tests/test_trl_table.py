@@ -61,8 +61,9 @@ def test_settings_that_are_named_are_those_of_the_configuration() -> None:
     assert [key for key, _ in named if key not in known | groups] == []
     for key, value in named:
         if value and not re.search(r"[\[<]|my_loss", value) and not key.startswith("env."):
-            dtype = "float32" if key.startswith("learner.loss") else "bfloat16"
-            given = ["model.path=m", "data.path=d", "rewards=[{use: number}]", f"model.dtype={dtype}"]
+            given = ["model.path=m", "data.path=d", "rewards=[{use: number}]", "model.dtype=bfloat16"]
+            if key.startswith("learner.loss"):
+                given[-1:] = ["model.dtype=float32", "learner.push=merged"]
             if value == "env:own":
                 given.append("env.use=trl_environment")
             load_config(None, [*given, "cluster.gpus={generator: 0.5, learner: 0.5}", f"{key}={value}"])

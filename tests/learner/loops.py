@@ -71,8 +71,9 @@ class Trainer(FakeTrainer):
 
 
 def configure(**changed: Any) -> RunConfig:
+    on_cards = max(changed.get("cluster", {}).get("gpus", {0: 0}).values()) > 0  # there adapters are in 16 bits
     given: dict[str, Any] = {
-        "model": {"path": "fake", "dtype": "float32"},
+        "model": {"path": "fake", "dtype": "bfloat16" if on_cards else "float32"},
         "data": {"path": "fake", "eval": {"every": 2}},
         "rewards": [{"use": "odd"}],
         "learner": {"groups_per_step": PER_STEP},

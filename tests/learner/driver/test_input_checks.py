@@ -60,8 +60,9 @@ def test_an_adapter_of_experts_is_gone_on_with_by_merged_weights_or_on_a_card(tm
         WrongInput, match=r"^model.adapter: an adapter of experts needs learner.push=merged where .*; set"
     ):
         follow_adapter(configure(model=model))
-    for more in ({"learner": {"push": "merged"}}, {"cluster": {"gpus": {"generator": 1.0}}}):
-        followed, _ = follow_adapter(configure(model=model, **more))
+    on_card = {"cluster": {"gpus": {"generator": 1.0}}, "model": model | {"dtype": "bfloat16"}}
+    for more in ({"learner": {"push": "merged"}, "model": model}, on_card):
+        followed, _ = follow_adapter(configure(**more))
         assert followed.learner.lora.targets == ["experts", "q_proj"]
 
 
