@@ -12,9 +12,7 @@ import typer
 from cluster import machine
 from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.memory.plan import BF16
 from learner.driver import process
-from learner.driver.memory import card_size
 from learner.main import Request, epilog
 
 
@@ -155,7 +153,11 @@ def write(folder: Path, model: str | None, gpu: str | None = None) -> str:
 
 def _dtype(gpu: str | None) -> str:
     """The type in which the card, else this machine, computes fastest. Raises WrongInput."""
+    from cluster.memory.plan import BF16  # imported here, so that --help is fast
+
     if gpu is not None:
+        from learner.driver.memory import card_size
+
         try:
             named = card_size(gpu).card
         except ValueError as error:

@@ -51,7 +51,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["bogus"], "got bogus; gleaner --help says more$"),
         (["rewards", "lst"], "gleaner rewards: must be followed by list or try, got lst; did you mean gleaner rewards"),
         (["plan", "--gpu", "24", "--modle", "x"], "gleaner plan: No such option: --modle; did you mean --model[?]$"),
-        (["plan"], "--gpu: required, but not given$"),
+        (["reward-model", "train", "p", "--out", "o"], "--model: required, but not given$"),
         (["plan", "--gpu", "24", "--rank", "3"], "--rank: '3' is not one of '1', '2', '4', '8', '16'"),
         (["plan", "--gpu", "24", "--model", "x", "--all"], "--all: does not go with --model, .*; leave one"),
         (["reward-model", "train", "p", "--model", "m", "--out", "o", "--learning-rate", "-1"],
