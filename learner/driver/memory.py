@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.errors import WrongInput
 from cluster.files import writing
-from cluster.machine import main_memory, visible_cards
+from cluster.machine import Card, main_memory, visible_cards
 from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
@@ -76,8 +76,12 @@ def card_here() -> CardSize:
         raise ValueError(f"no card is visible here; name one, or its size, for example {EXAMPLES}")
     least = min(cards_here, key=lambda card: card.free)
     note = f"{least.name}: {gib(least.free)} of {gib(least.size)} are free"
-    kind = kind_of(least.name, least.size)
-    return CardSize(least.free, kind or CardKind(least.name, 0, least.size, least.capability), note)
+    return CardSize(least.free, _kind(least), note)
+
+
+def _kind(card: Card) -> CardKind:
+    """The kind of a card that is here; one without known rates if CARDS does not have it."""
+    return kind_of(card.name, card.size) or CardKind(card.name, 0, card.size, card.capability)
 
 
 # The cards that a run is planned for: those of this machine, or with --assume-gpus the cards of another machine on
@@ -133,8 +137,7 @@ def cards_present(config: RunConfig) -> Cards | None:
     told += f"; cluster.gpus: generator {gpus.generator:g}, learner {gpus.learner:g} (0 and 0: CPUs)"
     if len(cards) > wanted > 0:
         told += f", {wanted} of {len(cards)} cards" + " (more: rollout.workers)" * (config.memory.layout != "shared")
-    kind = kind_of(least.name, least.size) or CardKind(least.name, 0, least.size, least.capability)
-    return Cards(len(cards), least.free, assumed=False, note=told, kind=kind)
+    return Cards(len(cards), least.free, assumed=False, note=told, kind=_kind(least))
 
 
 def size_for(config: RunConfig, cards: Cards | None) -> int | None:
