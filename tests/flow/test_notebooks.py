@@ -8,13 +8,26 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from learner.api import settings as api_settings
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ("first_run", "inside_a_run")
+# In place of the cell with the settings of examples/colab.ipynb: what two CPU cores do in half a minute.
+SMALL = """
+MODEL = {"path": "tiny-arithmetic", "dtype": "float32"}
+EVAL = {"path": "gsm8k/heldout-sample.jsonl", "size": 4, "every": 2}
+DATA = {"path": "gsm8k/train-sample.jsonl", "prompt": "question", "eval": EVAL}
+CARD, OUT, STEPS = "t4", "runs", 2
+LENGTHS = {"num_generations": 4, "max_prompt_length": 512, "max_completion_length": 32, "kv_cache": "64MiB"}
+"""
 
 
-def run(name: str, folder: Path) -> list[Any]:
+def of_colab() -> Any:
+    return nbformat.read(ROOT / "examples" / "colab.ipynb", as_version=4)
+
+
+def run(notebook: Any, folder: Path) -> list[Any]:
     """The outputs of its cells of code."""
-    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
     client.execute()
     return [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -31,7 +44,9 @@ def test_both_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     shutil.copytree(ROOT / "examples" / "tiny-arithmetic", tmp_path / "tiny-arithmetic")
-    first, inside = (run(name, tmp_path) for name in NOTEBOOKS)
+    first, inside = (
+        run(nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4), tmp_path) for name in NOTEBOOKS
+    )
     _, trained, plotted, scored, reported = first
     assert "step 8/8" in text_of(trained)
     assert any("image/png" in one.get("data", {}) for one in plotted)
@@ -45,9 +60,50 @@ def test_both_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "QLoRA" in text_of(planned)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_notebook_for_colab_without_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("tiny-arithmetic", "gsm8k"):
+        shutil.copytree(ROOT / "examples" / name, tmp_path / name)
+    notebook = of_colab()
+    installing, settings, *_ = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    assert installing["source"].startswith("%%bash")
+    assert settings["source"].startswith("MODEL = ")
+    installing["source"], settings["source"] = "", SMALL
+    _, _, planned, _, trained, scored, packed = run(notebook, tmp_path)
+    assert any("chosen" in one.get("data", {}).get("text/html", "") for one in planned)
+    assert "step 2/2" in text_of(trained)
+    assert any("<svg" in one.get("data", {}).get("text/html", "") for one in trained)
+    assert "Estimate(value=" in text_of(scored)
+    assert "adapter.zip" in text_of(packed)
+
+
+def test_the_settings_for_colab_are_valid_and_fit_its_card() -> None:
+    _, settings, planned, rewards, trained, *_ = (c["source"] for c in of_colab()["cells"] if c["cell_type"] == "code")
+    given: dict[str, Any] = {}
+    names: dict[str, Any] = {"train": lambda model, **settings: given.update(settings, model=model)}
+    exec("\n".join([settings, rewards, trained.removeprefix("from gleaner import train\n")]), names)
+    tree = api_settings.tree_of(None, given.pop("model"), given.pop("rewards"), {}, given, api_settings.Inputs())
+    config = api_settings.checked(tree)
+    assert (config.model.dtype, config.steps, config.data.eval.split) == ("float16", names["STEPS"], "test")
+    exec(planned.replace("plan(MODEL[", "found = plan(MODEL["), names)
+    assert names["found"][0]["fits"]
+
+
+def test_the_rewards_for_colab() -> None:
+    names: dict[str, Any] = {}
+    exec(next(cell["source"] for cell in of_colab()["cells"] if cell["source"].startswith("import re")), names)
+    texts = ["so <answer>1,234</answer>", "<answer>1235</answer>", "1234", "<answer>1</answer> or <answer>2</answer>"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert names["right"](completions, answer=["#### 1,234"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert names["tagged"](completions) == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_they_are_committed_without_outputs() -> None:
     files = sorted((ROOT / "examples").glob("*.ipynb"))
-    assert [file.stem for file in files] == list(NOTEBOOKS)
+    assert [file.stem for file in files] == sorted([*NOTEBOOKS, "colab"])
     for file in files:
         cells = [cell for cell in nbformat.read(file, as_version=4)["cells"] if cell["cell_type"] == "code"]
         assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
