@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
     for kind in make.KINDS.values():
         assert not set(kind.wordings) & set(kind.held_wordings)
         assert not set(kind.values) & set(kind.held_values) - {""}
-    assert not [row["value"] for row in held if row["value"] and not row["value"].isdigit() and row["value"] in prompts]
+    assert not [row["value"] for row in held if row["value"] and re.search(rf"\b{row['value']}\b", prompts)]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +48,9 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
         ("title", "", f"<<Kites>>\n{ABOUT}.", [f"Kites\n{ABOUT}.", "<<Kites>>\nThey fly.", f"<<Kites>>\n{ABOUT}"]),
         ("keyword", "hills", f"{ABOUT}.", [ABOUT, f"{ABOUT}.".replace("hills", "hillside")]),
         ("postscript", "", f"{ABOUT}. P.S. It is fun", [f"P.S. {ABOUT}", f"{ABOUT}. P.S.", f"{ABOUT}. P.S. P.S. I am"]),
-        ("no_comma", "", f"{ABOUT}.", [f"{ABOUT}, too.", ABOUT]),
+        ("highlight", "", f"{ABOUT} *here*.", [f"{ABOUT}.", f"*{ABOUT}*.", f"*{ABOUT} here.", f"{ABOUT} *or* *so*."]),
         ("placeholder", "", f"{ABOUT} of [place].", [f"{ABOUT}.", f"{ABOUT} []. I", f"Kites. [{ABOUT}]"]),
-        ("words", "20", f"{ABOUT} today here now or then.", [f"{ABOUT} today here now and then too.", ABOUT]),
+        ("number", "12", f"{ABOUT} of 12.", [f"{ABOUT} of 120.", f"{ABOUT} of 12"]),
     ],
 )  # fmt: skip
 def test_what_keeps_a_constraint(kind: str, value: str, kept: str, broken: list[str]) -> None:
@@ -63,7 +64,7 @@ def test_what_keeps_a_constraint(kind: str, value: str, kept: str, broken: list[
     ("lions", "A million of us have seen the world with other eyes."), ("rain", "A train will take that brain far."),
 ])  # fmt: skip
 def test_what_is_no_answer_on_the_topic(topic: str, text: str) -> None:
-    assert scored("no_comma", "", text, topic) == 0.0
+    assert scored("keyword", "a", text, topic) == 0.0
 
 
 def test_a_copy_of_the_prompt_earns_nothing() -> None:
@@ -77,7 +78,7 @@ def test_a_copy_of_the_prompt_earns_nothing() -> None:
 
 def test_shuffled_rewards_are_the_same_ones_in_another_order() -> None:
     completions: list[Any] = [[{"content": f"{ABOUT}{end}"}] for end in [".", "", "."] + [""] * 5]
-    columns = (["no_comma"] * 8, [""] * 8, ["kites"] * 8)
+    columns = (["keyword"] * 8, ["light"] * 8, ["kites"] * 8)
     prompts = [PROMPT] * 8
     own, found = constraint(prompts, completions, *columns), shuffled(prompts, completions, *columns)
     assert (sorted(found), found) == (sorted(own), shuffled(prompts, completions, *columns))

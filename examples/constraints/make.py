@@ -68,10 +68,11 @@ KINDS = {
          "After your answer, add one more line that starts with P.S.", "Add a P.S. at the end."),
         ("Write a postscript after your answer. It has to start with P.S.",),
     ),
-    "no_comma": Kind(
-        ("Do not use any commas in your response.", "Write your answer without a single comma.",
-         "Your answer must not contain commas.", "No commas, please."),
-        ("Avoid all commas in your answer.",),
+    "highlight": Kind(
+        ("Highlight one word with asterisks, like *this*.", "Put one word between asterisks, for example *gold*.",
+         "Mark one word of your answer by asterisks, as in *night*.",
+         "One word of your answer has to stand between asterisks, such as *here*."),
+        ("Choose one word and write it with asterisks, as in *moon*.",),
     ),
     "placeholder": Kind(
         ("Include a placeholder in square brackets, such as [name].",
@@ -80,11 +81,11 @@ KINDS = {
          "Your answer needs a placeholder like [city] in it."),
         ("Your answer has to contain a placeholder in square brackets, like [date].",),
     ),
-    "words": Kind(
-        ("Use fewer than {value} words.", "Your answer must have less than {value} words.",
-         "Keep it under {value} words.", "Your answer has to be shorter than {value} words."),
-        ("Stay below {value} words.",),
-        ("20", "24", "30"), ("22", "26"),
+    "number": Kind(
+        ("Mention the number {value} in your answer.", "The number {value} must appear in your answer.",
+         "Use the number {value} somewhere.", "Do not forget to mention the number {value}."),
+        ("Your answer has to contain the number {value}.",),
+        ("3", "4", "8", "12", "20", "50", "90", "100", "365", "1000"), ("7", "15", "60"),
     ),
 }  # fmt: skip
 

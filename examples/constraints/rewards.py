@@ -65,17 +65,14 @@ def _postscript(text: str, value: str) -> str | None:
     return body if mark and len(remark.split()) >= 3 and "P.S." not in remark else None
 
 
-def _no_comma(text: str, value: str) -> str | None:
-    return _finished(text) if "," not in text else None
+def _highlight(text: str, value: str) -> str | None:
+    body, marked = re.subn(r"(?<![\w*])(\*{1,2})(\w+)\1(?![\w*])", r"\2", text)
+    return _finished(body) if marked == 1 and "*" not in body else None
 
 
 def _placeholder(text: str, value: str) -> str | None:
     body = re.sub(r"\[[^\[\]\n]+\]", "", text)
     return _finished(body) if body != text else None
-
-
-def _words_below(text: str, value: str) -> str | None:
-    return _finished(text) if len(text.split()) < int(value) else None
 
 
 def _finished(text: str) -> str | None:
@@ -84,6 +81,6 @@ def _finished(text: str) -> str | None:
 
 
 BODIES: dict[str, Callable[[str, str], str | None]] = {
-    "title": _title, "keyword": _keyword, "postscript": _postscript, "no_comma": _no_comma,
-    "placeholder": _placeholder, "words": _words_below,
+    "title": _title, "keyword": _keyword, "postscript": _postscript, "highlight": _highlight,
+    "placeholder": _placeholder, "number": _keyword,
 }  # fmt: skip
