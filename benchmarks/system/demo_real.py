@@ -1,9 +1,11 @@
-"""The curve of `make demo-real`: held-out accuracy of its runs with intervals, and a control's, as table and picture.
+"""The curve of `make demo-real` or `demo-numbers`: held-out accuracy of runs with intervals, as table and picture.
 
-    for seed in 0 1 2; do make demo-real ARGS="seed=$seed output_dir=out"; done          half an hour each
+    for seed in 0 1 2; do make demo-real ARGS="seed=$seed output_dir=out"; done          7 to 30 minutes each
     make demo-real ARGS="name=control output_dir=out \\"rewards=[{use: 'examples/constraints/rewards.py:shuffled'},
         {use: 'examples/constraints/rewards.py:constraint', weight: 0}]\\" data.eval.reward=constraint"
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.demo_real out/demo-real-seed* --control out/control
+    for seed in 0 1 2; do make demo-numbers ARGS="seed=$seed output_dir=out"; done
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.demo_real --task numbers out/demo-numbers-seed*
 
 A run's accuracy and seconds are read from its metrics.jsonl, the number of held-out problems from its config.yaml.
 """
@@ -18,7 +20,22 @@ from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, un
 from cluster.reading import read_yaml
 from learner.tools.evaluation import wilson
 
-NAME = "demo_real"
+
+class Task(NamedTuple):
+    """Of a table: its file, its title, what is counted, and what is held out."""
+
+    file: str
+    title: str
+    counted: str
+    held_out: str
+
+
+TASKS = {
+    "constraints": Task("demo_real", "`make demo-real`: SmolLM2-135M-Instruct learns to keep constraints",
+                        "unseen constraints kept", "topics, wordings and values"),
+    "numbers": Task("demo_numbers", "`make demo-numbers`: SmolLM2-135M-Instruct learns word problems of one step",
+                    "unseen problems solved", "pairs of numbers, wordings, names and things"),
+}  # fmt: skip
 
 
 class Curve(NamedTuple):
@@ -50,7 +67,7 @@ def table(curves: list[Curve]) -> str:
     return as_table(["run", *(f"step {step}" for step in steps), "gain", "minutes"], cells)
 
 
-def picture(curves: list[Curve], control: Curve | None, file: Path) -> None:
+def picture(curves: list[Curve], control: Curve | None, counted: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
@@ -62,7 +79,7 @@ def picture(curves: list[Curve], control: Curve | None, file: Path) -> None:
         line = axes.plot(steps, accuracies, "--" if dashed else "-", marker="o", markersize=3, label=curve.name)
         axes.fill_between(steps, *zip(*bands, strict=True), alpha=0.12, color=line[0].get_color(), linewidth=0)
     axes.set_xlabel("step")
-    axes.set_ylabel("unseen constraints kept")
+    axes.set_ylabel(counted)
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", fontsize=8)
@@ -72,20 +89,22 @@ def picture(curves: list[Curve], control: Curve | None, file: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of the runs")
+    parser.add_argument("--task", choices=list(TASKS), default="constraints")
     parser.add_argument("--control", type=Path, help="the folder of the run with shuffled rewards")
     options = parser.parse_args()
-    told = conditions()
+    told, task = conditions(), TASKS[options.task]
     curves = [curve_of(run) for run in options.runs]
     control = None if options.control is None else curve_of(options.control)
     whole = [*curves, *([control] if control else [])]
-    picture(curves, control, RESULTS / f"{NAME}.png")
+    picture(curves, control, task.counted, RESULTS / f"{task.file}.png")
+    about_control = " `control`: the rewards of a group are shuffled." * (control is not None)
     text = (
-        f"# `make demo-real`: SmolLM2-135M-Instruct learns to keep constraints\n\n{table(whole)}\n\n"
-        "Greedy accuracy on held-out prompts, none of whose topics, wordings and values is in a training prompt, with "
-        "Wilson's 95 % interval. Minutes: of steps and evaluations. `control`: the rewards of a group are shuffled.\n\n"
-        f"![the curves](demo_real.png)\n\nConditions: {under(told, 'wall time')}"
+        f"# {task.title}\n\n{table(whole)}\n\n"
+        f"Greedy accuracy on held-out prompts, none of whose {task.held_out} is in a training prompt, with Wilson's "
+        f"95 % interval. Minutes: of steps and evaluations.{about_control}\n\n"
+        f"![the curves]({task.file}.png)\n\nConditions: {under(told, 'wall time')}"
     )
-    save(NAME, {"conditions": told, "curves": [curve._asdict() for curve in whole]}, text)
+    save(task.file, {"conditions": told, "curves": [curve._asdict() for curve in whole]}, text)
 
 
 if __name__ == "__main__":

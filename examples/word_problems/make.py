@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 HELD_PAIRS = 9  # of the 36 unordered pairs from 2 to 9, for each operation
-ROWS, HELD_ROWS = 120, 50  # for each operation
+ROWS, HELD_ROWS = 150, 50  # for each operation
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry")
 HELD_NAMES = ("Ivan", "Julia", "Kate", "Leo")
 THINGS = ("apples", "books", "coins", "stamps", "marbles", "eggs", "pencils", "shells", "cards", "balls")
@@ -36,7 +36,9 @@ OPERATIONS = {
         ("{name} has {a} boxes with {b} {things} in each. How many {things} does {name} have?",
          "There are {b} {things} in a bag. {name} buys {a} bags. How many {things} is that?",
          "{name} makes {b} {things} every day. How many {things} does {name} make in {a} days?",
-         "{a} friends have {b} {things} each. How many {things} do they have together?"),
+         "{a} friends have {b} {things} each. How many {things} do they have together?",
+         "{name} puts {b} {things} on each of {a} tables. How many {things} are on the tables?",
+         "{name} gives {b} {things} to each of {a} children. How many {things} does {name} give?"),
         ("{name} fills {a} shelves. On each shelf there are {b} {things}. How many {things} are on the shelves?",
          "A packet holds {b} {things}. {name} has {a} packets. How many {things} does {name} have?"),
     ),
@@ -44,7 +46,9 @@ OPERATIONS = {
         ("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
          "{name} finds {a} {things} on Monday and {b} {things} on Tuesday. How many {things} does {name} find in all?",
          "There are {a} red {things} and {b} blue {things}. How many {things} are there?",
-         "{name} buys {a} {things}. Then {name} buys {b} more {things}. How many {things} did {name} buy?"),
+         "{name} buys {a} {things}. Then {name} buys {b} more {things}. How many {things} did {name} buy?",
+         "A box held {a} {things}. {name} put {b} {things} into it. How many {things} does the box hold now?",
+         "{name} picked {a} {things} and a friend picked {b}. How many {things} did they pick?"),
         ("{name} had {a} {things}. A friend brought {b} {things}. How many {things} does {name} have now?",
          "There are {a} {things} on a chair and {b} {things} on the floor. How many {things} are there in all?"),
     ),
@@ -52,7 +56,9 @@ OPERATIONS = {
         ("{name} has {whole} {things} and gives {b} away. How many {things} are left?",
          "There were {whole} {things} on the table. {name} took {b} of them. How many {things} are still there?",
          "{name} had {whole} {things} and lost {b}. How many {things} does {name} have now?",
-         "Of {whole} {things}, {b} are broken. How many {things} are not broken?"),
+         "Of {whole} {things}, {b} are broken. How many {things} are not broken?",
+         "A shop had {whole} {things}. It sold {b}. How many {things} does it still have?",
+         "{name} needs {whole} {things} and has {b}. How many more {things} does {name} need?"),
         ("{name} bought {whole} {things} and sold {b}. How many {things} remain?",
          "A basket held {whole} {things}. {name} removed {b}. How many {things} does the basket hold now?"),
     ),

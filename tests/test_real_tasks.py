@@ -1,16 +1,18 @@
-"""The task of the demo with a real model: what is held out, and what its rewards count as kept."""
+"""The tasks of the demos with a real model: what is held out, and what the rewards of one count as kept."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from examples.constraints import make
 from examples.constraints.rewards import constraint, shuffled
+from examples.word_problems import make as word_problems
 
 ABOUT = "A kite is light and flies high above the green hills in the wind"  # an answer without an end
 
@@ -23,15 +25,20 @@ def scored(kind: str, value: str, text: str, topic: str = "kites", prompt: Any =
     return float(score)
 
 
-def test_the_files_are_what_the_command_writes() -> None:
-    assert {name: (make.HERE / name).read_text() for name in make.files()} == make.files()
+def rows_of(task: ModuleType) -> list[list[dict[str, Any]]]:
+    """Of training and held out."""
+    return [
+        [json.loads(line) for line in task.files()[name].splitlines()] for name in ("train.jsonl", "held_out.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("task", [make, word_problems])
+def test_the_files_are_what_the_command_writes(task: ModuleType) -> None:
+    assert {name: (task.HERE / name).read_text() for name in task.files()} == task.files()
 
 
 def test_nothing_held_out_is_in_a_training_prompt() -> None:
-    train, held = (
-        [json.loads(line) for line in (make.HERE / name).read_text().splitlines()]
-        for name in ("train.jsonl", "held_out.jsonl")
-    )
+    train, held = rows_of(make)
     assert (len(train), len(held)) == (240, 120)
     prompts = " ".join(row["question"] for row in train)
     assert not {row["topic"] for row in held} & {row["topic"] for row in train}
@@ -68,8 +75,7 @@ def test_what_is_no_answer_on_the_topic(topic: str, text: str) -> None:
 
 
 def test_a_copy_of_the_prompt_earns_nothing() -> None:
-    for name in make.files():
-        rows = [json.loads(line) for line in (make.HERE / name).read_text().splitlines()]
+    for rows in rows_of(make):
         for row in rows:
             for text in (row["question"], f"{row['question']} {row['value']} P.S. I like this."):
                 prompt = [{"role": "user", "content": row["question"]}]
@@ -85,6 +91,26 @@ def test_shuffled_rewards_are_the_same_ones_in_another_order() -> None:
     assert found != own
 
 
-def test_the_demo_reads_these_files() -> None:
-    text = (Path(__file__).parents[1] / "configs" / "real_cpu.yaml").read_text()
-    assert all(f"examples/constraints/{name}" in text for name in make.files())
+def test_no_word_problem_has_numbers_wording_name_or_thing_of_training() -> None:
+    train, held = rows_of(word_problems)
+    assert (len(train), len(held)) == (450, 150)
+    prompts = " ".join(row["question"] for row in train)
+    for operation, wordings in word_problems.OPERATIONS.items():
+        pairs, later = ({tuple(r["numbers"]) for r in rows if r["operation"] == operation} for rows in (train, held))
+        assert not pairs & later
+        assert (len(pairs), len(later)) == (36 - word_problems.HELD_PAIRS, word_problems.HELD_PAIRS)
+        assert not set(wordings.wordings) & set(wordings.held_wordings)
+    assert not [word for word in (*word_problems.HELD_NAMES, *word_problems.HELD_THINGS) if word in prompts]
+
+
+def test_the_answers_of_word_problems() -> None:
+    for row in [row for rows in rows_of(word_problems) for row in rows]:
+        a, b = map(int, re.findall(r"\d+", row["question"]))
+        assert row["answer"] == {"times": a * b, "plus": a + b, "minus": a - b}[row["operation"]]
+        assert row["numbers"] == sorted([a - b, b] if row["operation"] == "minus" else [a, b])
+
+
+@pytest.mark.parametrize(("task", "config"), [(make, "real_cpu"), (word_problems, "real_numbers_cpu")])
+def test_the_demos_read_these_files(task: ModuleType, config: str) -> None:
+    text = (Path(__file__).parents[1] / "configs" / f"{config}.yaml").read_text()
+    assert all(f"examples/{task.HERE.name}/{name}" in text for name in task.files())
