@@ -120,19 +120,19 @@ def conditions(packages: Sequence[str] = ENGINE_PACKAGES) -> dict[str, Any]:
     """What a figure depends on beside the code."""
     import torch
 
+    from cluster.machine import processor
+
     versions: dict[str, str | None] = {}
     for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-              if line.startswith("model name")]  # fmt: skip
     module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python -m", module, *sys.argv[1:]]),
-        "cpu": models[0] if models else platform.machine(),
+        "cpu": processor("model name") or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(value, 1) for value in os.getloadavg()],

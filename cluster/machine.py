@@ -51,15 +51,16 @@ def _container_limits() -> Iterator[int]:
             yield int(text)
 
 
-def cpu_flags() -> frozenset[str]:
-    """What the first processor can do, by Linux's names (avx2, avx512_bf16); empty where Linux does not say."""
+def processor(field: str) -> str:
+    """What Linux says of the first processor, by its field of /proc/cpuinfo (`model name`, `vendor_id`, `flags`); empty
+    where it does not say."""
     lines = CPUS.read_text().splitlines() if CPUS.exists() else []
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == field), "")
 
 
 def cpu_dtype() -> str:
     """The type in which this machine's processors multiply fastest."""
-    return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_bf16"} else "float32"
+    return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(processor("flags").split()) else "float32"
 
 
 def shared_memory() -> int | None:

@@ -14,11 +14,12 @@ The setting holds for every product of the process, so choose_library must be ca
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cluster.machine import processor
 
 log = logging.getLogger("learner")
 
@@ -35,7 +36,7 @@ def choose_library() -> bool:
     stays as it was. A line in the log says which. It takes about 0.1 s of a core.
     """
     library: Any = torch.backends.mkldnn
-    if not _made_by_amd() or not library.is_available():
+    if processor("vendor_id") != "AuthenticAMD" or not library.is_available():
         return False
     setting = library.matmul
     before: str = setting.fp32_precision
@@ -75,10 +76,6 @@ def use_library(name: str) -> None:
     replayed."""
     backend: Any = torch.backends.mkldnn
     backend.matmul.fp32_precision = LESS if name == ONEDNN else "none"
-
-
-def _made_by_amd() -> bool:
-    return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
 
 
 def _error(product: Tensor, a: Tensor, b: Tensor) -> float:

@@ -24,6 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from cluster.actor import Shared
 from cluster.files import Digest
+from cluster.machine import processor
 from learner.algo.advantage import has_signal
 from learner.batch.micro_batch import read
 from learner.config import ModelConfig
@@ -46,15 +47,9 @@ from rollout.weights import WeightsFile, digests_of, read_of
 
 def arithmetic_on(device: torch.device) -> Arithmetic:
     """Returns the hardware and the libraries with which this process computes on that device."""
-    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else processor("model name") or "CPU"
     # The version is passed on as str: torch.__version__ is of a class of torch, which the driver would have to import.
     return Arithmetic(str(torch.__version__), name, torch.get_num_threads(), library())
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "CPU"
 
 
 # The thread in which the learner works. The event loop stays free, so that `pulse` is answered during a step.

@@ -133,7 +133,7 @@ def test_a_model_of_one_s_own(
     """It is asked for what the rewards check, in the type that the machine computes in."""
     cards = [] if capability is None else [Card("card", "a", 2**34, 2**34, capability)]
     monkeypatch.setattr(machine, "usable_cards", lambda: cards)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(machine, "processor", {"flags": flags}.get)
     assert main(["init", str(tmp_path), "--model", "org/name: it"]) == 0
     config = load_config(str(tmp_path / "config.yaml"), [], len(cards))
     assert (config.model.path, config.model.dtype) == ("org/name: it", dtype)

@@ -41,7 +41,7 @@ def test_it_is_kept_only_where_it_is_exact_and_faster(
 ) -> None:
     monkeypatch.setattr(float32_products, "EXACT", exact)
     monkeypatch.setattr(float32_products, "FASTER", faster)
-    monkeypatch.setattr(float32_products, "_made_by_amd", lambda: True)
+    monkeypatch.setattr(float32_products, "processor", {"vendor_id": "AuthenticAMD"}.get)
     before = SETTING.fp32_precision
     with caplog.at_level(logging.INFO, "learner"):
         assert choose_library() is kept
@@ -61,14 +61,14 @@ def test_only_the_learners_process_chooses(
 ) -> None:
     monkeypatch.setattr(float32_products, "FASTER", 0.0)
     monkeypatch.setattr(float32_products, "EXACT", 1.0)
-    monkeypatch.setattr(float32_products, "_made_by_amd", lambda: True)
+    monkeypatch.setattr(float32_products, "processor", {"vendor_id": "AuthenticAMD"}.get)
     before = SETTING.fp32_precision
     trainer_of_a_test(tiny_path)
     assert SETTING.fp32_precision == before
     settings = {"model": {"path": tiny_path}, "data": {"path": "none.jsonl"}, "rewards": [{"use": "number"}]}
     config = RunConfig.model_validate(settings)
     with monkeypatch.context() as intel:
-        intel.setattr(float32_products, "_made_by_amd", lambda: False)
+        intel.setattr(float32_products, "processor", {"vendor_id": "GenuineIntel"}.get)
         make_trainer(config, 1, None)
     assert SETTING.fp32_precision == before  # a trial there is decided by noise
     make_trainer(config, 1, None)
@@ -83,7 +83,7 @@ def test_a_resumed_run_keeps_the_library_that_it_had(
     """Though a trial would choose the other one now."""
     monkeypatch.setattr(float32_products, "FASTER", faster)
     monkeypatch.setattr(float32_products, "EXACT", 1.0)
-    monkeypatch.setattr(float32_products, "_made_by_amd", lambda: True)
+    monkeypatch.setattr(float32_products, "processor", {"vendor_id": "AuthenticAMD"}.get)
     line = {"step": 1, "sha256": "", "total_steps": 2, "arithmetic": Arithmetic("2", "CPU", 1, recorded)._asdict()}
     (tmp_path / POLICIES).write_text(json.dumps(line) + "\n")
     settle_products(tmp_path)
