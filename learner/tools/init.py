@@ -20,7 +20,7 @@ from learner.main import Request, epilog
 class InitRequest(Request):
     """Write the files of a first run.
 
-    They are a commented configuration, a reward function and forty rows of data. Nothing that is there is overwritten.
+    They are a commented configuration, a reward function and a hundred rows of data. Nothing that is there is overwritten.
     """
 
     EPILOG = epilog(
@@ -85,7 +85,7 @@ def accuracy(prompts, completions, answer, **columns):
     return scores
 '''
 
-SUMS = [(a, (3 * a + b) % 10, (a + 2 * b) % 10) for a in range(10) for b in range(4)]
+SUMS = [(a, (3 * a + b) % 10, (a + 2 * b) % 10) for a in range(10) for b in range(10)]
 ROWS = [
     {
         "question": f"State the final answer to the following arithmetic problem: {a} + {b} - {c} =",

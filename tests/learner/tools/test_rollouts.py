@@ -117,7 +117,7 @@ def test_what_it_writes_is_a_configuration(tmp_path: Path, capsys: pytest.Captur
     assert main(["init", str(folder)]) == 0
     assert f"cd {folder} && gleaner train --config config.yaml --dry-run" in capsys.readouterr().out
     assert load_config(str(folder / "config.yaml"), []).data.path.endswith("data.jsonl")
-    assert len((folder / "data.jsonl").read_text().splitlines()) == 40
+    assert len((folder / "data.jsonl").read_text().splitlines()) == 100
 
 
 @pytest.mark.parametrize(
