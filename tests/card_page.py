@@ -4,7 +4,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.memory.plan import USABLE, Wish, Workload, least
+from cluster.memory.plan import USABLE, Wish, Workload
+from cluster.memory.search import least
 from cluster.memory.shape import GB, SHAPES, SPARSE, Shape
 from learner.driver import memory
 from learner.tools.plan import METHODS, methods

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from cluster.memory.generator import cache_bytes
-from cluster.memory.plan import Misfit, plan
+from cluster.memory.plan import Misfit
+from cluster.memory.search import plan
 from cluster.memory.shape import SHAPES
 from learner.config import RunConfig
 from learner.driver import memory

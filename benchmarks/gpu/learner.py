@@ -39,7 +39,8 @@ from benchmarks.learner.memory_tables import METHODS as TABLE_METHODS
 from cluster.memory import learner as learner_memory
 from cluster.memory import shape as units
 from cluster.memory.learner import Learning, Micro
-from cluster.memory.plan import Plan, Wish, Workload, plan
+from cluster.memory.plan import Plan, Wish, Workload
+from cluster.memory.search import plan
 from cluster.memory.shape import GB, LINEAR, SHAPES, Shape
 from learner.config.settings import LearnerConfig
 from learner.driver.roles import ALLOCATOR

@@ -24,7 +24,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, under
 from benchmarks.system.system_run import ON_CPUS, Tree, add_ragged_options, demo_of_one, finished, ragged, real
-from cluster.memory.plan import CardKind, Plan, Wish, Workload, named, plan
+from cluster.memory.plan import CardKind, Plan, Wish, Workload, named
+from cluster.memory.search import plan
 from cluster.memory.seconds import Pace, Rates, Seconds, measured_rates, step_seconds
 from cluster.memory.shape import SHAPES, Shape
 from learner.config.load import load_config

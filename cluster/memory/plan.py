@@ -5,20 +5,14 @@ and the main memory that a planned run takes (host_bytes). The memory model is i
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from cluster.memory import learner as learner_memory
 from cluster.memory import shape as units
 from cluster.memory.generator import (
     ENGINE_PROCESS,
-    Serving,
     asleep,
-    cache_bytes,
-    cached_sequences,
     engine_processes,
-    generator_bytes,
 )
 from cluster.memory.learner import (
     FILE_BYTES,
@@ -26,15 +20,13 @@ from cluster.memory.learner import (
     LEARNER_PROCESS,
     SHARDS_COPIES,
     STORE_COPIES,
-    Learning,
-    Micro,
     ReferenceKind,
     divided_params,
     pushed_bytes,
     undo_bytes,
     value_params,
 )
-from cluster.memory.shape import ALL, DTYPE_BYTES, SHAPES, Base, Checkpointing, OptimizerKind, Parts, Shape
+from cluster.memory.shape import ALL, DTYPE_BYTES, Base, Checkpointing, OptimizerKind, Parts, Shape
 
 # GPUs by name. CARDS has MiB as nvidia-smi (NVML) shows them with a driver of 2024 or later. They are less than the GB
 # that a GPU is sold with where a part is reserved, for example for error correction. Compute capability is from
@@ -384,196 +376,3 @@ def _undo(shape: Shape, wish: Wish) -> int:
     """Main memory in which one rank keeps the state before its step, of its adapter and of PPO's value."""
     value = sum(value_params(shape, wish.value_rank, wish.targets))
     return undo_bytes(shape.lora_params(wish.rank, wish.targets) + value, wish.optimizer)
-
-
-# The search. Learner and generator each get a budget of bytes, in one of three layouts:
-#     separate     each role has a device of its own
-#     slices       both roles are on one device all the time
-#     alternating  both roles are on one device; the engine sleeps while the learner trains (vLLM's sleep level 1), and
-#                  the learner keeps what it holds between two steps while the engine generates
-#
-# Generation takes most of a run's time, and small micro-batches leave a GPU idle. So memory is spent in this order:
-# room for both roles at all; KV cache for up to 64 sequences; micro-batches of 2048 tokens or a group; less
-# recomputation; larger micro-batches; more KV cache. A base in 16 bits is preferred to one in 4 bits, slices to
-# alternating.
-
-LARGE, BUSY = 8192, 2048  # tokens of a micro-batch: more than LARGE gains nothing, fewer than BUSY leave a GPU idle
-COMFORT = 64  # sequences decoded at the same time; beyond this throughput grows slowly
-
-
-def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | Misfit:
-    """The best settings that fit, in the order of the comment above; if none fit, what would make them fit."""
-    found = _search(shape, device_bytes, work, wish)
-    if found is not None:
-        return found
-    small = least(shape, device_bytes, work, wish)
-    return Misfit(shape, device_bytes, small, tuple(_advice(shape, device_bytes, work, wish, small)))
-
-
-def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
-    """The settings that need the smallest device, whether or not they fit this one."""
-    return min(_candidates(shape, device_bytes, work, wish), key=lambda p: (p.device_peak, p.learner_bytes))
-
-
-def _search(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan | None:
-    fitting = (p for p in _candidates(shape, device_bytes, work, wish) if _fits(p))
-    best = next(fitting, None)
-    return None if best is None else _with_more_kv(best, work, wish)
-
-
-def _fits(found: Plan) -> bool:
-    return found.device_peak <= USABLE * found.device_bytes
-
-
-def _candidates(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[Plan]:
-    """Every allowed choice of settings, the best first."""
-    bases: tuple[Base, ...] = ("none", "nf4") if shape.stored is None else ("none",)
-    for base in bases if wish.base is None else (wish.base,):
-        if base != "none" and (
-            wish.mode == "full" or wish.push == "merged" or wish.dtype == "float32" or wish.base_ranks > 1
-        ):
-            continue
-        for layout in ("slices",) if wish.shared else wish.layouts:
-            for kv_bytes in _kv_choices(shape, work, wish):
-                for policy, budget in _learner_choices(shape, work, wish):
-                    yield _plan(shape, device_bytes, work, wish, layout, base, policy, budget, kv_bytes)
-
-
-def _plan(
-    shape: Shape,
-    device_bytes: int,
-    work: Workload,
-    wish: Wish,
-    layout: Layout,
-    base: Base,
-    policy: Checkpointing,
-    budget: int,
-    kv_bytes: int,
-) -> Plan:
-    learning = Learning(
-        mode=wish.mode, push=wish.push, rank=wish.rank, targets=wish.targets, dtype=wish.dtype, base=base,
-        optimizer=wish.optimizer, checkpointing=policy, frozen_ranks=wish.frozen_ranks, reference=wish.reference,
-        offload=wish.offload, cuda=wish.cuda, value_rank=wish.value_rank, exact=wish.exact, undo=wish.undo,
-        ranks=wish.base_ranks,
-    )  # fmt: skip
-    micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
-    sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
-    serving = Serving(
-        dtype=wish.dtype, base=base, rank=wish.rank, adapters=0 if sent else work.adapters, pushed=sent,
-        sequences=work.sequences, kv_bytes=kv_bytes, targets=wish.targets, cuda=wish.cuda, longest=work.whole,
-        shards=work.shards,
-    )  # fmt: skip
-    held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
-    learner = learner_memory.learner_bytes(shape, learning, micro)
-    if wish.shared:
-        learner["weights"] = 0  # they are the generator's, and counted there
-    return Plan(
-        shape=shape, device_bytes=device_bytes, layout=layout, base=base, checkpointing=policy, token_budget=budget,
-        kv_bytes=kv_bytes, sequences=min(held, work.sequences), learner=learner,
-        generator=generator_bytes(shape, serving), generators=work.generators, learners=work.learners,
-        shards=work.shards,
-    )  # fmt: skip
-
-
-def _kv_choices(shape: Shape, work: Workload, wish: Wish) -> list[int]:
-    """Sizes of the KV cache, from COMFORT sequences of full length down to one: vLLM queues sequences without room."""
-    if wish.kv_bytes is not None:
-        return [wish.kv_bytes]
-    counts = {min(n, work.sequences) for n in (COMFORT, 32, 16, 8, 4, 2, 1)}
-    return [cache_bytes(shape, wish.kv_dtype, work.whole, n, cuda=wish.cuda) for n in sorted(counts, reverse=True)]
-
-
-def _learner_choices(shape: Shape, work: Workload, wish: Wish) -> Iterator[tuple[Checkpointing, int]]:
-    """Choices of (recomputation, tokens of a micro-batch), the best first: those with large enough micro-batches come
-    first, and among these those with less recomputation, then with more tokens."""
-    share, layers = learner_memory.mlp_share(shape), shape.layers
-    costs: dict[Checkpointing, float] = {"none": 0, "mlp": share, "full": 1}
-    costs |= {k: k / layers for k in {layers // 4, layers // 2, 3 * layers // 4} if k > 0}
-    policies = sorted(costs, key=lambda policy: costs[policy])
-    if wish.checkpointing is not None:
-        policies = [wish.checkpointing]
-    sizes = {max(LARGE, work.longest), max(4096, work.longest), max(BUSY, work.longest), work.group, work.longest}
-    useful = {int(min(size, work.most)) for size in sizes}
-    budgets = [wish.token_budget] if wish.token_budget is not None else sorted(useful, reverse=True)
-    enough = min(BUSY, work.group)
-    for busy in (True, False):
-        yield from ((policy, n) for policy in policies for n in budgets if (n >= enough) == busy)
-
-
-def _with_more_kv(found: Plan, work: Workload, wish: Wish) -> Plan:
-    """The plan with the rest of the device as KV cache, up to all sequences at full length."""
-    if wish.kv_bytes is not None or found.sequences == 0:
-        return found
-    count = work.sequences
-    while count > found.sequences:
-        size = cache_bytes(found.shape, wish.kv_dtype, work.whole, count, cuda=wish.cuda)
-        here = size // work.shards if wish.cuda else size
-        more = replace(found, kv_bytes=size, sequences=count, generator=found.generator | {"kv_cache": here})
-        if _fits(more):
-            return more
-        count -= max(1, count // 16)
-    return found
-
-
-def _advice(shape: Shape, device_bytes: int, work: Workload, wish: Wish, small: Plan) -> Iterator[str]:
-    changes: list[tuple[str, Workload, Wish]] = []
-    if wish.checkpointing not in (None, "full"):
-        changes.append(("learner.checkpointing=full", work, replace(wish, checkpointing="full")))
-    if wish.token_budget is not None and wish.token_budget > work.longest:
-        smaller = replace(wish, token_budget=work.longest)
-        changes.append((f"learner.token_budget={work.longest}", work, smaller))
-    if wish.kv_bytes is not None:
-        changes.append(("rollout.kv_cache=auto", work, replace(wish, kv_bytes=None)))
-    if wish.cuda and "alternating" not in wish.layouts and wish.layouts != ("separate",):
-        changes.append(
-            ("memory.layout=alternating with max_staleness=0", work, replace(wish, layouts=("alternating",)))
-        )
-    shareable = wish.mode == "lora" and wish.push == "adapter" and units.unshared(shape) is None
-    if wish.cuda and shareable and work.generators == 1:
-        changes.append(("memory.layout=shared", work, replace(wish, shared=wish.layouts != ("separate",))))
-    changes.extend((text, work, divided) for text, divided in _divided(wish))
-    if wish.mode == "full" and wish.optimizer == "adamw" and wish.dtype == "bfloat16":
-        changes.append(("learner.optimizer.kind=adamw_rounded", work, replace(wish, optimizer="adamw_rounded")))
-    if wish.mode == "full" and wish.optimizer in ("adamw", "adamw_rounded"):
-        changes.append(("learner.optimizer.kind=adamw_8bit", work, replace(wish, optimizer="adamw_8bit")))
-    if wish.reference == "auto" and wish.base_ranks == 1:
-        changes.append(("model.reference_dtype=int8", work, replace(wish, reference="int8")))
-    if wish.base == "none" and wish.mode == "lora" and wish.dtype != "float32" and shape.stored is None:
-        changes.append(("model.base=nf4", work, replace(wish, base="nf4")))
-    if wish.mode == "full":
-        optimizer = "adamw" if wish.optimizer == "adamw_rounded" else wish.optimizer  # adamw_rounded is for mode full
-        lora = replace(wish, mode="lora", base="none", reference="none", optimizer=optimizer)
-        other = "" if optimizer == wish.optimizer else f" with learner.optimizer.kind={optimizer}"
-        changes.append((f"learner.mode=lora{other}", work, lora))
-    half = max(1, work.completion // 2)
-    changes.append((f"rollout.max_completion_length={half}", replace(work, completion=half), wish))
-    yield from (text for text, w, asked in changes if _search(shape, device_bytes, w, asked) is not None)
-    yield from _other_models(shape, device_bytes, work, wish)
-    if (
-        wish.cuda
-        and wish.layouts != ("separate",)
-        and _search(shape, device_bytes, work, replace(wish, layouts=("separate",), shared=False))
-    ):
-        yield "a second card of this size (cluster.gpus.generator=1, cluster.gpus.learner=1)"
-    yield f"{'a card' if wish.cuda else 'memory.device'} of {gib(small.device_peak / USABLE)}"
-
-
-def _divided(wish: Wish) -> Iterator[tuple[str, Wish]]:
-    """Changes that divide the model among twice as many GPUs, or four times as many if it is trained as a whole."""
-    full = wish.mode == "full"
-    if not wish.cuda or wish.layouts != ("separate",) or wish.base == "nf4" or wish.push == "merged":
-        return
-    if full and (wish.reference == "int8" or wish.optimizer not in ("adamw", "adamw_8bit")):
-        return
-    for times in (2, 4) if full else (2,):
-        divided = replace(wish, base="none", base_ranks=times * wish.base_ranks, exact=not full)
-        yield f"memory.layout=sharded with cluster.learners={divided.base_ranks}, a card each", divided
-
-
-def _other_models(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Iterator[str]:
-    """A smaller model of SHAPES that fits: the largest of the same kind, else the largest of another kind."""
-    smaller: Sequence[Shape] = [s for s in SHAPES.values() if s.params < shape.params]
-    for other in sorted(smaller, key=lambda s: (s.kind != shape.kind, -s.params)):
-        if _search(other, device_bytes, work, wish) is not None:
-            yield f"model.path: {other.name}"
-            return

@@ -423,7 +423,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
     Raises:
         InputError: the model, the card or a setting is wrong.
     """
-    from cluster.memory.plan import least
+    from cluster.memory.search import least
     from learner.api import shown
     from learner.api.settings import Inputs, checked, tree_of
     from learner.driver import memory
@@ -439,7 +439,7 @@ def plan(model: str | os.PathLike[str] | Mapping[str, Any], gpu: str | float, **
         [shape] = able([shape_at(config.model.path)], card)
     except (ValueError, OSError) as error:
         raise InputError(str(error).removeprefix("--")) from None
-    found = memory.planned(config, shape, card.bytes)
+    found = memory.planned(config, shape, card.bytes, card.card)
     work = memory.workload(config, config.rollout.sequences)
     wish = memory.wish_of(config, memory.layouts(config))
     rows = {"chosen": to_dict(found[0] if isinstance(found, tuple) else found)}

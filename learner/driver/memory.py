@@ -20,7 +20,8 @@ from cluster.machine import Card, main_memory, visible_cards
 from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
-from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, kind_of, plan
+from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, kind_of
+from cluster.memory.search import expected_seconds, fp8_advice, plan
 from cluster.memory.seconds import Pace, Rates, duration, generation_seconds, step_seconds, told
 from cluster.memory.shape import ALL, Shape
 from cluster.placement import pack
@@ -310,12 +311,15 @@ class Budgets:
     note: str
 
 
-def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None) -> Budgets:
+def settle(
+    config: RunConfig, model: Mapping[str, Any], card: int | None = None, kind: CardKind | None = None
+) -> Budgets:
     """The budgets of a run.
 
     Args:
         model: the content of the model's config.json.
         card: bytes of the card that the run is planned for; used where memory.device is null.
+        kind: of that card, where it is known.
 
     Raises:
         WrongInput: the message names the settings to change.
@@ -327,7 +331,7 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
     device = config.memory.device or card
     if device is None:
         return _unlimited(config, shape)
-    best = planned(config, shape, device)
+    best = planned(config, shape, device, kind)
     if isinstance(best, Misfit):
         raise WrongInput(str(best))
     found, sequences = best
@@ -340,34 +344,28 @@ def settle(config: RunConfig, model: Mapping[str, Any], card: int | None = None)
         f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
     )
     note += _waiting(found.sequences, min(sequences, config.under_way))
+    if advice := fp8_advice(found, workload(config, sequences), wish_of(config, layouts(config)), kind):
+        note += f"; {advice}"
     cap, sent = _learner_cap(config, found), policy_bytes(config, shape)
     lies = config.arrangement.planned(found.layout)
     return Budgets(chosen, found.kv_bytes, sequences, cap, sent, lies, found, note)
 
 
-def planned(config: RunConfig, shape: Shape, device: int) -> tuple[Plan, int] | Misfit:
-    """The plan that fits a card of `device` bytes, and the number of sequences that a generator decodes at once. Of the
-    possible numbers it takes the one with which the KV cache holds most sequences; of equal ones, the one whose logits
-    leave the learner room to keep more activations. Misfit if no plan fits.
+def planned(config: RunConfig, shape: Shape, device: int, kind: CardKind | None = None) -> tuple[Plan, int] | Misfit:
+    """The plan for a card of `device` bytes with the fewest seconds a step, and the number of sequences that a
+    generator decodes at once. Misfit if none fits.
     """
     wish = wish_of(config, layouts(config))
-    best: tuple[Plan, int] | None = None
-    for count in sequence_counts(config):
-        if best is not None and count <= best[0].sequences:  # a smaller number cannot beat what the best plan holds
-            break
-        found = plan(shape, device, workload(config, count), wish)
-        if isinstance(found, Plan) and (best is None or _preference(found) > _preference(best[0])):
-            best = found, count
-    if best is None:
-        assert isinstance(found, Misfit)
-        return found
-    return best
-
-
-def _preference(found: Plan) -> tuple[int, int, int]:
-    """Sort key of plans: sequences in the KV cache, then bytes of activations that are kept instead of computed twice,
-    then tokens of a micro-batch."""
-    return found.sequences, found.learner["activations"], found.token_budget
+    works = [workload(config, count) for count in sequence_counts(config)]
+    plans = [(plan(shape, device, work, wish, kind), work) for work in works]
+    fitting = [(found, work) for found, work in plans if isinstance(found, Plan)]
+    if not fitting:
+        misfit = plans[-1][0]  # the one with the fewest sequences, which needs least
+        assert isinstance(misfit, Misfit)
+        return misfit
+    # Of plans that take as long, more sequences: completions that end early leave room for others.
+    found, work = min(fitting, key=lambda one: (expected_seconds(one[0], one[1], wish, kind), -one[1].sequences))
+    return found, work.sequences
 
 
 def _learner(config: RunConfig, found: Plan) -> str:

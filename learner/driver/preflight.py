@@ -433,7 +433,8 @@ def _sized(
 ) -> tuple[RunConfig, Budgets | None, tuple[str, ...]]:
     """The configuration with what the memory plan decides, the budgets, and lines for the user about memory."""
     card, budgets, notes = found.of(size_for, config, cards), None, tuple[str, ...]()
-    if chat is not None and (budgets := found.of(settle, config, chat.config, card)):
+    kind = None if cards is None else cards.kind
+    if chat is not None and (budgets := found.of(settle, config, chat.config, card, kind)):
         config = found.of(settled, config, budgets) or config
     if budgets is not None and not (cards and cards.assumed):
         notes += (*machine_notes(config), *(found.of(check_main_memory, config, budgets) or ()))

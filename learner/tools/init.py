@@ -20,7 +20,7 @@ from learner.main import Request, epilog
 class InitRequest(Request):
     """Write the files of a first run.
 
-    They are a commented configuration, a reward function and a hundred rows of data. Nothing that is there is overwritten.
+    They are a commented configuration, a reward function and a hundred rows of data. Nothing there is overwritten.
     """
 
     EPILOG = epilog(

@@ -16,7 +16,8 @@ import typer
 
 from cluster.memory import plan as cards
 from cluster.memory.generator import kv_token_bytes
-from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes, least, plan
+from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes
+from cluster.memory.search import expected_seconds, fp8_advice, least, plan
 from cluster.memory.seconds import Pace, measured_rates, step_seconds, told
 from cluster.memory.shape import (
     DTYPE_BYTES,
@@ -75,8 +76,8 @@ class PlanRequest(Request):
     base: Annotated[
         Literal["auto", "own", "shared"],
         typer.Option(
-            help="shared: one base for both roles (memory.layout), of LoRA; auto: the first that fits of a base of its "
-            "own in 16 bits, a shared one, and both in 4 bits, as in docs/cards.md."
+            help="shared: one base for both roles (memory.layout), of LoRA; auto: in 16 bits if that fits, else in 4; "
+            "shared where a base for each has no room or is slower."
         ),
     ] = "auto"
     algorithm: Annotated[
@@ -449,18 +450,26 @@ def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -
     return Found(shape, wish, needs, chosen)
 
 
+SHARING = 1.1  # one base for both roles must save a tenth of a step, where a base for each has room
+
+
 def _chosen(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> tuple[Plan | Misfit, Wish]:
-    """The plan of the first way that `--base` allows and that fits, else the last one's misfit; and its wish."""
+    """The fastest plan that `--base` allows, in 16 bits if one fits, else the last one's misfit; and its wish."""
+
+    def seconds(way: tuple[Plan, Wish]) -> float:
+        return expected_seconds(way[0], work, way[1], size.card) * (SHARING if way[1].shared else 1)
+
     wish = _wanted(Wish(), size, asked)
-    ways: list[tuple[Base | None, bool]] = [(None, wish.shared)]
+    ways: list[tuple[Base | None, tuple[bool, ...]]] = [(None, (wish.shared,))]
     if _may_share(shape, asked):
-        ways = [("none", False), ("none", True), ("nf4", False), ("nf4", True)]
-    for base, shared in ways:
-        wish = replace(wish, base=base, shared=shared)
-        found = plan(shape, size.bytes, work, wish)
-        if isinstance(found, Plan):
-            break
-    return found, wish
+        ways = [("none", (False, True)), ("nf4", (False, True))]
+    for base, sharings in ways:
+        wishes = [replace(wish, base=base, shared=shared) for shared in sharings]
+        found = [(plan(shape, size.bytes, work, one, size.card), one) for one in wishes]
+        fitting = [(one, its) for one, its in found if isinstance(one, Plan)]
+        if fitting:
+            return min(fitting, key=seconds)
+    return found[-1]
 
 
 def _wanted(wish: Wish, size: "CardSize", asked: PlanRequest) -> Wish:
@@ -538,7 +547,8 @@ def _time(found: Plan, wish: Wish, work: Workload, size: "CardSize", asked: Plan
     if line is None:
         return "time: not known, as the card is not (--gpu rtx4090)"
     each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
-    return f"{line}; {each} (docs/benchmarks.md)"
+    advice = fp8_advice(found, work, wish, size.card)
+    return f"{line}; {each} (docs/benchmarks.md)" + (f"\n{advice}" if advice else "")
 
 
 def _pace(work: Workload, wish: Wish, asked: PlanRequest) -> Pace:

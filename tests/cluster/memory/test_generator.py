@@ -19,7 +19,8 @@ from cluster.memory.generator import (
     state_bytes,
 )
 from cluster.memory.learner import Learning, Micro, learner_bytes
-from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, plan
+from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload
+from cluster.memory.search import plan
 from cluster.memory.shape import GB, SHAPES, SPARSE, Shape, base_bytes
 
 LLAMA = SHAPES["Llama-3.2-1B"]  # 16 layers, h 2048, f 8192, keys 512, V 128256

@@ -25,7 +25,8 @@ from cluster.memory.learner import (
     sharded_training_bytes,
     step_bytes,
 )
-from cluster.memory.plan import Misfit, Plan, Wish, Workload, least, plan
+from cluster.memory.plan import Misfit, Plan, Wish, Workload
+from cluster.memory.search import least, plan
 from cluster.memory.shape import ALL, ATTENTION, SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
 from learner.config.settings import LearnerConfig
 from learner.model import attention, lora

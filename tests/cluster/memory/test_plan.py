@@ -1,6 +1,4 @@
-"""The planner: what it promises fits, grows with the device, and a misfit says what would make it fit. Cards as
-users name them, and what their generation can compute. Main memory of a run on cards: what grows with what.
-"""
+"""Cards as users name them, what their generation can compute, and main memory of a run on cards."""
 
 from __future__ import annotations
 
@@ -8,120 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.memory import learner as learner_memory
-from cluster.memory import shape as units
-from cluster.memory.learner import LEARNER_PROCESS, Learning, Micro, ReferenceKind
-from cluster.memory.plan import CARDS, USABLE, Misfit, Plan, Wish, Workload, host_bytes, lacks, least, named, plan
+from cluster.memory.learner import LEARNER_PROCESS
+from cluster.memory.plan import CARDS, Wish, Workload, host_bytes, lacks, named
+from cluster.memory.search import least
 from cluster.memory.shape import SHAPES, Parts
 from learner.driver.memory import card_size
 
 GIB = 2**30
 PUBLISHED = Workload(generations=4, prompt=256, completion=786)
-
-
-@pytest.mark.long
-def test_every_model_gets_a_plan_that_fits_or_advice_that_works() -> None:
-    for shape in SHAPES.values():
-        found = plan(shape, 16 * GIB, PUBLISHED, Wish())
-        if isinstance(found, Plan):
-            assert found.device_peak <= USABLE * 16 * GIB
-            assert found.sequences >= 1
-            assert found.kv_bytes == found.generator["kv_cache"]
-        else:
-            assert isinstance(plan(shape, found.needs + 2**20, PUBLISHED, Wish()), Plan), shape.name
-            assert isinstance(plan(shape, found.needs - 2**28, PUBLISHED, Wish()), Misfit), shape.name
-
-
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [("Qwen2.5-0.5B", 2.2), ("Llama-3.2-1B", 4.2), ("Llama-3.2-3B", 9), ("Llama-3.1-8B", 20), ("Qwen2.5-14B", 36)],
-)
-def test_the_learner_is_near_the_floor(name: str, limit: float) -> None:
-    """The whole group of the published table in one micro-batch; GB, context and fragmentation included."""
-    micro = Micro.of(256, 786, 4, PUBLISHED.group)
-    assert micro.completion == 4 * 786
-    assert units.total(learner_memory.learner_bytes(SHAPES[name], Learning(), micro)) <= limit * 1e9
-
-
-def test_more_memory_buys_less_recomputation_and_more_sequences() -> None:
-    shape = SHAPES["Llama-3.2-3B"]
-    plans = [plan(shape, size * GIB, PUBLISHED, Wish()) for size in (12, 16, 24, 40, 80)]
-    fitting = [found for found in plans if isinstance(found, Plan)]
-    assert len(fitting) == 5
-    assert (fitting[0].base, fitting[1].base) == ("nf4", "none")
-    assert fitting[-1].checkpointing == "none"
-    sequences = [found.sequences for found in fitting[1:]]
-    assert sequences == sorted(sequences)
-
-
-def test_what_is_fixed_stays_and_advice_names_keys() -> None:
-    shape = SHAPES["Llama-3.1-8B"]
-    wish = Wish(base="none", checkpointing="none", token_budget=4096, kv_bytes=GIB, layouts=("slices",))
-    found = plan(shape, 80 * GIB, PUBLISHED, wish)
-    assert isinstance(found, Plan)
-    assert (found.base, found.checkpointing, found.token_budget, found.kv_bytes) == ("none", "none", 4096, GIB)
-    misfit = plan(shape, 48 * GIB, PUBLISHED, wish)
-    assert isinstance(misfit, Misfit)
-    assert "learner.checkpointing=full" in misfit.advice
-    assert "rollout.kv_cache=auto" not in misfit.advice  # alone it is not enough
-    assert "a second card" in str(misfit)
-
-
-def test_an_fp8_cache_holds_the_same_sequences_in_half_the_bytes() -> None:
-    shape, wish = SHAPES["Llama-3.2-3B"], Wish(base="none", checkpointing="full", token_budget=3396)
-    wide, narrow = (plan(shape, 80 * GIB, PUBLISHED, replace(wish, kv_dtype=kind)) for kind in ("bfloat16", "fp8"))
-    assert isinstance(wide, Plan)
-    assert isinstance(narrow, Plan)
-    assert wide.sequences == narrow.sequences
-    assert wide.kv_bytes == 2 * narrow.kv_bytes
-
-
-def test_a_reference_of_a_whole_model_is_planned_and_8_bits_are_advised() -> None:
-    """Of Llama 3.2 1B: 1,235,814,400 weights, of which 973,078,528 in the layers' matrices with 376,832 rows."""
-    shape, wish = SHAPES["Llama-3.2-1B"], Wish(mode="full", optimizer="adamw_8bit", base="none", layouts=("slices",))
-    needs: dict[str, int] = {}
-    kinds: list[tuple[ReferenceKind, int]] = [
-        ("none", 0),
-        ("auto", 2 * 1_235_814_400),
-        ("int8", 2 * 262_735_872 + 973_078_528 + 2 * 376_832),
-    ]
-    for kind, wanted in kinds:
-        small = least(shape, 80 * GIB, PUBLISHED, replace(wish, reference=kind))
-        assert small.learner["reference"] == wanted
-        needs[kind] = small.device_peak
-    assert needs["auto"] - needs["none"] == 2 * 1_235_814_400
-    misfit = plan(shape, needs["auto"], PUBLISHED, replace(wish, reference="auto"))  # 3 % are not usable
-    assert isinstance(misfit, Misfit)
-    assert "model.reference_dtype=int8" in misfit.advice
-
-
-def test_advice_to_train_an_adapter_comes_with_an_optimizer_that_it_takes() -> None:
-    wish = Wish(mode="full", optimizer="adamw_rounded", base="none", layouts=("slices",))
-    misfit = plan(SHAPES["Llama-3.2-3B"], 24 * GIB, PUBLISHED, wish)
-    assert isinstance(misfit, Misfit)
-    assert "learner.mode=lora with learner.optimizer.kind=adamw" in misfit.advice
-    misfit = plan(SHAPES["Llama-3.2-3B"], 24 * GIB, PUBLISHED, replace(wish, optimizer="adamw_8bit"))
-    assert isinstance(misfit, Misfit)
-    assert "learner.mode=lora" in misfit.advice
-
-
-def test_alternating_holds_less_than_two_slices_and_separate_less_still() -> None:
-    shape = SHAPES["Qwen2.5-3B"]
-    peaks = []
-    for layout in ("slices", "alternating", "separate"):
-        wish = Wish(base="none", checkpointing="full", token_budget=3396, kv_bytes=2 * GIB, layouts=(layout,))
-        found = plan(shape, 80 * GIB, PUBLISHED, wish)
-        assert isinstance(found, Plan)
-        peaks.append(found.device_peak)
-    assert peaks == sorted(peaks, reverse=True)
-
-
-def test_a_micro_batch_is_what_the_budget_allows() -> None:
-    groups = 10_000 / 296  # a budget that is full
-    assert Micro.of(100, 50, 4, 10_000) == Micro(10_000, round(groups * 200), round(groups * 696))
-    each = 900 / 49  # a part of a group
-    assert Micro.of(100, 50, 64, 1000) == Micro(1000, round(each * 50), round(100 + each * 149))
-    assert Micro.of(100, 50, 4, 10) == Micro(149, 50, 149)  # never less than one completion
 
 
 # Cards as users name them, and what their generation can compute.

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.memory import seconds
-from cluster.memory.plan import Plan, Wish, Workload, kind_of, plan
+from cluster.memory.plan import Plan, Wish, Workload, kind_of
+from cluster.memory.search import plan
 from cluster.memory.seconds import Host, Pace, Rates, step_seconds
 from cluster.memory.shape import SHAPES, SPARSE, Shape
 
