@@ -29,6 +29,8 @@ CASES = (
     Case("trl_real", "the same with SmolLM2 (`make smollm2`) on the task of make demo-real, TRL's generate and vLLM",
          f"{TRL} --workload real --rivals generate vllm --modes 1:1/1 --steps 3 --skip 1 --dtype float32 bfloat16",
          ""),
+    Case("launches", "operations, bytes and products of the learner's step on a card, counted without one",
+         "learner.launches", "launches"),
     Case("trl_demo", "seconds of the demo to a held-out accuracy against TRL",
          f"{TRL} --workload demo --modes 0:1/1 1:1/1:continue", "system_vs_trl_demo"),
     Case("ahead", "generation 0, 1 or 2 policy versions ahead of training, on the same two cores",

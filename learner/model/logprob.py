@@ -262,12 +262,13 @@ class _TrainedHead(torch.autograd.Function):
         grad_hidden, grad_head = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(head)
         for words in _tiles(len(head), how.vocab_tile):
             weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
+            start = torch.full((1,), words.start, device=targets.device)
+            place, inside = _within(targets, start, how.vocab_tile)
             for rows in _tiles(len(targets), how.token_tile):
                 logits = how.logits.of_(_product(hidden[rows], weight.t(), how), how.temperature)
                 bend = None if how.logits.cap is None else how.logits.bend_(logits.clone(), how.temperature)
                 logits.sub_(top[rows, None]).sub_(log_total[rows, None]).exp_().mul_(-slope[rows])
-                place, inside = _within(targets[rows], words)
-                logits.scatter_add_(1, place, torch.where(inside, slope[rows], 0.0))
+                logits.scatter_add_(1, place[rows], torch.where(inside[rows], slope[rows], 0.0))
                 rounded = (logits if bend is None else logits.mul_(bend)).to(head.dtype)
                 grad_hidden[rows] += _product(rounded, weight, how)
                 total += _product(rounded.t(), hidden[rows], how)
@@ -296,14 +297,16 @@ def _fold(
     """
     n = len(hidden)
     top = torch.full((n,), torch.finfo(torch.float32).min, device=hidden.device)
-    total, spread, label = (torch.zeros(n, device=hidden.device) for _ in range(3))
+    total, spread = (torch.zeros(n, device=hidden.device) for _ in range(2))
     mean = torch.zeros(n, hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
     bent = want == "mean_row" and how.logits.cap is not None
-    for words in _tiles(len(head), how.vocab_tile):
+    starts = torch.arange(0, len(head), how.vocab_tile, device=hidden.device)
+    places, inside = _within(targets, starts, how.vocab_tile)
+    labels = []
+    for place, words in zip(torch.split(places, 1, 1), _tiles(len(head), how.vocab_tile), strict=True):
         logits = how.logits.of_(_product(hidden, head[words].t(), how), how.temperature)
-        place, inside = _within(targets, words)
         # The target's logit is taken from the product that enters the sum, so that rounding errors cancel.
-        label += torch.where(inside, logits.gather(1, place), 0.0)[:, 0]
+        labels.append(logits.gather(1, place))
         higher = torch.maximum(top, logits.amax(-1))
         lift = top - higher
         decay = lift.exp()
@@ -318,15 +321,18 @@ def _fold(
             mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words], how))
         top = higher
         del logits, weights  # freed before the next tile is allocated
-    log_total = total.log()
+    log_total, label = total.log(), torch.where(inside, torch.cat(labels, 1), 0.0).sum(1)
     return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
 
 
-def _within(targets: Int[Tensor, " n"], words: slice) -> tuple[Int[Tensor, "n 1"], Bool[Tensor, "n 1"]]:
-    """Returns (index of each target within a tile of the vocabulary, else 0; whether the target is in the tile)."""
-    place = targets[:, None] - words.start
-    inside = (place >= 0) & (place < words.stop - words.start)
-    return place * inside, inside
+def _within(
+    targets: Int[Tensor, " n"], starts: Int[Tensor, " K"], width: int
+) -> tuple[Int[Tensor, "n K"], Bool[Tensor, "n K"]]:
+    """Returns (index of each target within each of K tiles of the vocabulary, else 0; whether it is in that tile). For
+    all tiles at once, since on a card these operations take longer to start than to compute."""
+    offset = targets[:, None] - starts
+    inside = (offset >= 0) & (offset < width)
+    return offset * inside, inside
 
 
 def _tiles(length: int, tile: int) -> list[slice]:

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from rollout.weights import Source
 
+# Elements of a weight that is added together with others, in one operation for all: an adapter's matrices, of which a
+# model has hundreds, take longer to start one by one than to add.
+SMALL = 2**20
+
 
 class Masters:
     """The weights that are trained, their masters, and the steps between both: gradients to the masters, values back.
@@ -93,6 +97,7 @@ class Masters:
 
     def collect_gradients(self) -> None:
         """Adds the gradients of a micro-batch to those of the masters, in float32."""
+        small: list[tuple[Tensor, Tensor]] = []  # sums, and what is added
         for name, weight in self.weights.items():
             master = self.named[name]
             if master is weight or weight.grad is None:
@@ -100,16 +105,26 @@ class Masters:
             if name in self.divided:
                 master.grad = weight.grad.to_local()
                 continue
-            master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            elif master.numel() <= SMALL:
+                small.append((master.grad, weight.grad))
+            else:
+                master.grad.add_(weight.grad)
             weight.grad = None
+        if small:
+            sums, more = map(list, zip(*small, strict=True))
+            widened = [torch.empty_like(each) for each in sums]
+            torch._foreach_copy_(widened, more)
+            torch._foreach_add_(sums, widened)
 
     @torch.no_grad()
     def sync(self) -> None:
         """Copies the masters into the weights that the model computes with; call it after each change of the
         masters."""
-        for name, weight in self.weights.items():
-            if self.named[name] is not weight and name not in self.divided:
-                weight.copy_(self.named[name])
+        own = [name for name in self.weights if self.named[name] is not self.weights[name] and name not in self.divided]
+        if own:
+            torch._foreach_copy_([self.weights[name] for name in own], [self.named[name] for name in own])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Sets masters and model weights. Raises ValueError if names or shapes differ."""
