@@ -55,9 +55,12 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
         ("title", "", f"<<Kites>>\n{ABOUT}.", [f"Kites\n{ABOUT}.", "<<Kites>>\nThey fly.", f"<<Kites>>\n{ABOUT}"]),
         ("keyword", "hills", f"{ABOUT}.", [ABOUT, f"{ABOUT}.".replace("hills", "hillside")]),
         ("postscript", "", f"{ABOUT}. P.S. It is fun", [f"P.S. {ABOUT}", f"{ABOUT}. P.S.", f"{ABOUT}. P.S. P.S. I am"]),
-        ("highlight", "", f"{ABOUT} *here*.", [f"{ABOUT}.", f"*{ABOUT}*.", f"*{ABOUT} here.", f"{ABOUT} *or* *so*."]),
+        ("highlight", "", f"{ABOUT} *here*.", [f"{ABOUT}.", f"*{ABOUT}*.", f"{ABOUT} *or* *so*.", f"{ABOUT} *1*."]),
+        ("highlight", "", f"{ABOUT} of **well-known** hills.", []),
         ("placeholder", "", f"{ABOUT} of [place].", [f"{ABOUT}.", f"{ABOUT} []. I", f"Kites. [{ABOUT}]"]),
-        ("number", "12", f"{ABOUT} of 12.", [f"{ABOUT} of 120.", f"{ABOUT} of 12"]),
+        ("number", "12", f"{ABOUT} of 12.", [f"{ABOUT} 120.", f"{ABOUT} 12", f"{ABOUT} 12.5.", f"{ABOUT} 12,000."]),
+        ("number", "3", f"In 3 of us, {ABOUT}.", [f"3. {ABOUT}.", f"1. {ABOUT}.\n3) So it is."]),
+        ("number", "1000", f"{ABOUT} of 1,000 hills.", []),
     ],
 )  # fmt: skip
 def test_what_keeps_a_constraint(kind: str, value: str, kept: str, broken: list[str]) -> None:
@@ -82,6 +85,17 @@ def test_a_copy_of_the_prompt_earns_nothing() -> None:
                 assert scored(row["kind"], row["value"], text, row["topic"], prompt) == 0.0, row
 
 
+def test_an_answer_that_does_all_that_is_ever_asked_keeps_no_constraint_with_a_mark() -> None:
+    for row in [row for rows in rows_of(make) for row in rows]:
+        topic, value = row["topic"], row["value"]
+        text = f"<<{topic}>> Many people find {topic} *wonderful* [name] {value}. P.S. They are great."
+        assert scored(row["kind"], value, text, topic) == 0.0
+
+
+def test_the_topic_is_in_the_answer_and_not_in_its_title_alone() -> None:
+    assert scored("title", "", "<<Kites>> This is something that many people like.") == 0.0
+
+
 def test_shuffled_rewards_are_the_same_ones_in_another_order() -> None:
     completions: list[Any] = [[{"content": f"{ABOUT}{end}"}] for end in [".", "", "."] + [""] * 5]
     columns = (["keyword"] * 8, ["light"] * 8, ["kites"] * 8)
@@ -95,10 +109,10 @@ def test_no_word_problem_has_numbers_wording_name_or_thing_of_training() -> None
     train, held = rows_of(word_problems)
     assert (len(train), len(held)) == (450, 150)
     prompts = " ".join(row["question"] for row in train)
-    for operation, wordings in word_problems.OPERATIONS.items():
-        pairs, later = ({tuple(r["numbers"]) for r in rows if r["operation"] == operation} for rows in (train, held))
-        assert not pairs & later
-        assert (len(pairs), len(later)) == (36 - word_problems.HELD_PAIRS, word_problems.HELD_PAIRS)
+    pairs, later = ({tuple(row["numbers"]) for row in rows} for rows in (train, held))
+    assert not pairs & later
+    assert (len(pairs), len(later)) == (36 - word_problems.HELD_PAIRS, word_problems.HELD_PAIRS)
+    for wordings in word_problems.OPERATIONS.values():
         assert not set(wordings.wordings) & set(wordings.held_wordings)
     assert not [word for word in (*word_problems.HELD_NAMES, *word_problems.HELD_THINGS) if word in prompts]
 

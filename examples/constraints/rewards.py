@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 WORDS = 5  # different ones, of 3 letters or more, that an answer has at least beside what the constraint asks for
+MARKS = re.compile(r"[<\[*]|P\.S\.")  # of titles, placeholders, highlighted words and postscripts
 COPIED = 7  # so many words in a row that the prompt has too are no answer, but a copy of it
 Texts = list[str]
 
@@ -27,7 +28,8 @@ def shuffled(prompts: list[Any], completions: list[Any], kind: Texts, value: Tex
 
 def _kept(text: str, asked: Texts, kind: str, value: str, topic: str) -> bool:
     body = BODIES[kind](text, value)
-    if body is None or not _named(topic).search(text):
+    # A prompt asks for one mark: an answer with all of them, whatever is asked, would keep every constraint.
+    if body is None or MARKS.search(body) or not _named(topic).search(body):
         return False
     own = _words(body)
     runs = {tuple(asked[i : i + COPIED]) for i in range(len(asked) - COPIED + 1)}
@@ -65,9 +67,14 @@ def _postscript(text: str, value: str) -> str | None:
     return body if mark and len(remark.split()) >= 3 and "P.S." not in remark else None
 
 
+def _number(text: str, value: str) -> str | None:
+    written = re.sub(r"(?<=\d),(?=\d{3})", "", re.sub(r"(?m)^\s*\d+[.)]\s", "", text))  # 1,000; no marks of a list
+    return _finished(text) if re.search(rf"(?<![\d.]){value}(?!\d|[.,]\d)", written) else None
+
+
 def _highlight(text: str, value: str) -> str | None:
-    body, marked = re.subn(r"(?<![\w*])(\*{1,2})(\w+)\1(?![\w*])", r"\2", text)
-    return _finished(body) if marked == 1 and "*" not in body else None
+    body, marked = re.subn(r"(?<![\w*])(\*{1,2})([a-z]+(?:['-][a-z]+)*)\1(?![\w*])", r"\2", text, flags=re.I)
+    return _finished(body) if marked == 1 else None
 
 
 def _placeholder(text: str, value: str) -> str | None:
@@ -82,5 +89,5 @@ def _finished(text: str) -> str | None:
 
 BODIES: dict[str, Callable[[str, str], str | None]] = {
     "title": _title, "keyword": _keyword, "postscript": _postscript, "highlight": _highlight,
-    "placeholder": _placeholder, "number": _keyword,
+    "placeholder": _placeholder, "number": _number,
 }  # fmt: skip

@@ -2,8 +2,9 @@
 
     python -m examples.word_problems.make
 
-Nothing that is held out is in training: neither its two numbers with its operation, in either order, nor the wording of
-the problem, nor its name and its things. So what a policy gains there is not remembered.
+Nothing that is held out is in training: neither its two numbers, in either order and whatever the operation (a sum
+would tell a difference), nor the wording of the problem, nor its name and its things. So what a policy gains there is
+not remembered.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-HELD_PAIRS = 9  # of the 36 unordered pairs from 2 to 9, for each operation
+HELD_PAIRS = 9  # of the 36 unordered pairs from 2 to 9
 ROWS, HELD_ROWS = 150, 50  # for each operation
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry")
 HELD_NAMES = ("Ivan", "Julia", "Kate", "Leo")
@@ -95,9 +96,9 @@ def files() -> dict[str, str]:
     """The content of both files, by name."""
     rng = random.Random(0)
     made: dict[str, list[Row]] = {"train.jsonl": [], "held_out.jsonl": []}
+    pairs = [*combinations_with_replacement(range(2, 10), 2)]
+    rng.shuffle(pairs)
     for operation in OPERATIONS:
-        pairs = [*combinations_with_replacement(range(2, 10), 2)]
-        rng.shuffle(pairs)
         made["train.jsonl"] += different(rows(operation, pairs[HELD_PAIRS:], rng, held=False), ROWS)
         made["held_out.jsonl"] += different(rows(operation, pairs[:HELD_PAIRS], rng, held=True), HELD_ROWS)
     for each in made.values():
