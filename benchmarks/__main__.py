@@ -40,7 +40,7 @@ CASES = (
          "system.demo_real out/demo-real-seed0 out/demo-real-seed1 out/demo-real-seed2 --control out/control",
          "demo_real"),
     Case("demo_numbers", "the same of make demo-numbers: word problems of one step",
-         "system.demo_real --task numbers out/demo-numbers-seed0 out/demo-numbers-seed1 out/demo-numbers-seed2",
+         "system.demo_real out/demo-numbers-seed0 out/demo-numbers-seed1 out/demo-numbers-seed2",
          "demo_numbers"),
     Case("hours", "the seconds of a step that are told before a run, beside those that were measured",
          "system.hours --runs out/demo-real-seed0 out/demo-real-seed1", "hours"),

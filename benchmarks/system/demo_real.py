@@ -5,7 +5,7 @@
         {use: 'examples/constraints/rewards.py:constraint', weight: 0}]\\" data.eval.reward=constraint"
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.demo_real out/demo-real-seed* --control out/control
     for seed in 0 1 2; do make demo-numbers ARGS="seed=$seed output_dir=out"; done
-    PYTHONPATH=. .venv/bin/python -m benchmarks.system.demo_real --task numbers out/demo-numbers-seed*
+    PYTHONPATH=. .venv/bin/python -m benchmarks.system.demo_real out/demo-numbers-seed*
 
 A run's accuracy and seconds are read from its metrics.jsonl, the number of held-out problems from its config.yaml.
 """
@@ -22,7 +22,7 @@ from learner.tools.evaluation import wilson
 
 
 class Task(NamedTuple):
-    """Of a table: its file, its title, what is counted, and what is held out."""
+    """Of a table of runs with data in examples/NAME: its file, its title, what is counted, and what is held out."""
 
     file: str
     title: str
@@ -33,7 +33,7 @@ class Task(NamedTuple):
 TASKS = {
     "constraints": Task("demo_real", "`make demo-real`: SmolLM2-135M-Instruct learns to keep constraints",
                         "unseen constraints kept", "topics, wordings and values"),
-    "numbers": Task("demo_numbers", "`make demo-numbers`: SmolLM2-135M-Instruct learns word problems of one step",
+    "word_problems": Task("demo_numbers", "`make demo-numbers`: SmolLM2-135M-Instruct learns word problems of one step",
                     "unseen problems solved", "pairs of numbers, wordings, names and things"),
 }  # fmt: skip
 
@@ -89,10 +89,13 @@ def picture(curves: list[Curve], control: Curve | None, counted: str, file: Path
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of the runs")
-    parser.add_argument("--task", choices=list(TASKS), default="constraints")
     parser.add_argument("--control", type=Path, help="the folder of the run with shuffled rewards")
     options = parser.parse_args()
-    told, task = conditions(), TASKS[options.task]
+    whole_runs = [*options.runs, *([options.control] if options.control else [])]
+    tasks = {Path(read_yaml(run / "config.yaml")["data"]["path"]).parent.name for run in whole_runs}
+    if len(tasks) != 1 or not tasks <= TASKS.keys():
+        parser.error(f"runs must be of one task of {', '.join(TASKS)}, got {', '.join(sorted(tasks))}")
+    told, task = conditions(), TASKS[tasks.pop()]
     curves = [curve_of(run) for run in options.runs]
     control = None if options.control is None else curve_of(options.control)
     whole = [*curves, *([control] if control else [])]

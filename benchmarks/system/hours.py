@@ -6,7 +6,7 @@
 
 A row is a whole run (medians of its metrics after two steps) or a step of the learner alone. The planner's choices and
 the mean length of completions are those of the run. The constants of cluster.memory.seconds were set by hand, with all
-rows in sight: by those marked `fitted` first, of a CPU by SmolLM2's, so that no row is a prediction of what was unseen.
+rows of cards in sight, by those marked `fitted` first; those of a CPU on another machine than the rows below are of.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, un
 from benchmarks.system.system_run import ON_CPUS, Tree, add_ragged_options, demo_of_one, finished, ragged, real
 from cluster.memory.plan import CardKind, Plan, Wish, Workload, named
 from cluster.memory.search import plan
-from cluster.memory.seconds import Pace, Rates, Seconds, measured_rates, step_seconds
+from cluster.memory.seconds import Pace, Rates, Seconds, step_seconds
 from cluster.memory.shape import SHAPES, Shape
 from learner.config.load import load_config
 from learner.driver.memory import NO_LIMIT, layouts, settle, wish_of, workload
+from learner.tools.plan import seconds_on_cpu
 
 H100, H100_BEFORE = "nvidia-h100-80gb-hbm3-2026-11-27", "nvidia-h100-80gb-hbm3-2026-11-23"
 H200 = "nvidia-h200-2026-11-26"
@@ -132,21 +133,20 @@ def row_of(run: Path, name: str) -> Row:
         pq.read_table(file, columns=["prompt_ids"])["prompt_ids"] for file in (run / "rollouts").glob("*.parquet")
     )
     prompts = [len(ids) for column in columns for ids in column.to_pylist()]
-    rates = measured_rates(config.model.dtype, 1)
     budgets = settle(config, json.loads((Path(config.model.path) / "config.json").read_text()))
     assert budgets.plan is not None
     work = replace(workload(config, budgets.sequences), prompt=round(mean(prompts)))
     length = mean(line["rollout/completion_length"] for line in lines)
     together = config.max_staleness > 0
     pace = Pace(config.learner.groups_per_step, length, config.rollout.workers, together=together)
-    told = step_seconds(budgets.plan, wish_of(config, layouts(config)), work, pace, rates)
+    told = seconds_on_cpu(budgets.plan, wish_of(config, layouts(config)), work, pace)
     found: tuple[float | None, float | None, float | None]
     if together:
         found = (mean(line["time/step"] - line["time/evaluate"] for line in lines), None, None)
     else:
         step, generate, train = (median(line[part] for line in lines) for part in PARTS)
         found = (step, generate, train)
-    return Row(f"cpu {name}, {rates.flops / 1e9:.0f} GFLOP/s", True, told, found)
+    return Row(f"cpu {name}, {config.model.dtype}", False, told, found)
 
 
 def _trees(options: argparse.Namespace) -> Iterator[tuple[str, Tree]]:

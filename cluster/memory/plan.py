@@ -1,6 +1,6 @@
-"""The planner, for `gleaner plan` and the start of a run: which settings make learner and generators fit into the
-memory of a device, and if none do, which single changes would. The module also has the table of GPUs by name (CARDS)
-and the main memory that a planned run takes (host_bytes). The memory model is in cluster.memory.learner and .generator.
+"""Types of the memory plan (Workload, Wish, Plan, Misfit), the table of GPUs by name (CARDS), and the main memory that
+a planned run takes (host_bytes). The search for a plan is in cluster.memory.search, the memory model in
+cluster.memory.learner and .generator.
 """
 
 import difflib

@@ -27,18 +27,30 @@ from cluster.memory.shape import DTYPE_BYTES, SHAPES, Base, Checkpointing, Shape
 # waits for its operations to be started; more than the last save little of that.
 BUDGETS = 2048, 4096, 8192, 16384
 GROUPS = 8  # of a step, where they are not known
-ASLEEP = 1.1  # generators that sleep must save a tenth: they pin main memory, and how long they wake was measured once
+# Generators that sleep must save a tenth: they pin main memory, and how long they wake was measured once. So must one
+# base for both roles, where a base for each has room, too: it ties the roles to one card.
+ASLEEP = SHARING = 1.1
 WORTH = 0.9  # share of a step's seconds from which on an fp8 cache is advised
 CPU_CORE = Rates(50e9, 10e9)  # for the order alone; what is told to users is measured
 
 
-def plan(shape: Shape, device_bytes: int, work: Workload, wish: Wish, card: CardKind | None = None) -> Plan | Misfit:
-    """The settings that fit and take the fewest seconds a step; if none fit, what would make them fit. card: its
-    kind, where it is known; else the fastest of the size is meant."""
+def plan(
+    shape: Shape,
+    device_bytes: int,
+    work: Workload,
+    wish: Wish,
+    pace: Pace | None = None,
+    card: CardKind | None = None,
+) -> Plan | Misfit:
+    """The settings that fit and take the fewest seconds a step; if none fit, what would make them fit.
+
+    pace: what a step's seconds depend on beside; None: 8 groups of completions of full length, one role after the
+    other. card: its kind, where it is known; None: the fastest of the size.
+    """
     for base in _bases(shape, wish):
         tried = _learners(shape, device_bytes, work, wish, base)
         if fitting := [most for found in tried if (most := _with_most_kv(found, work, wish)) is not None]:
-            return min(fitting, key=lambda found: (_cost(found, work, wish, card), found.device_peak))
+            return min(fitting, key=lambda found: (cost(found, work, wish, pace, card), found.device_peak))
     small = least(shape, device_bytes, work, wish)
     return Misfit(shape, device_bytes, small, tuple(_advice(shape, device_bytes, work, wish, small)))
 
@@ -49,7 +61,9 @@ def least(shape: Shape, device_bytes: int, work: Workload, wish: Wish) -> Plan:
     return min(tried, key=lambda found: (found.device_peak, found.learner_bytes))
 
 
-def fp8_advice(found: Plan, work: Workload, wish: Wish, card: CardKind | None = None) -> str | None:
+def fp8_advice(
+    found: Plan, work: Workload, wish: Wish, pace: Pace | None = None, card: CardKind | None = None
+) -> str | None:
     """A line for users if a KV cache in fp8 would save a tenth of a step, as more sequences are decoded at once; None
     if not, or if the card cannot. The completions are other ones then, by the cache's rounding."""
     if not wish.cuda or wish.kv_dtype == "fp8" or wish.kv_bytes is not None or found.sequences >= work.sequences:
@@ -57,10 +71,10 @@ def fp8_advice(found: Plan, work: Workload, wish: Wish, card: CardKind | None = 
     if card is not None and lacks(card.capability, dtype=wish.dtype, kv_dtype="fp8"):
         return None
     narrow = replace(wish, kv_dtype="fp8", base=found.base)
-    other = plan(found.shape, found.device_bytes, work, narrow, card)
-    if isinstance(other, Misfit):
+    other = plan(found.shape, found.device_bytes, work, narrow, pace, card)
+    if isinstance(other, Misfit) or other.sequences <= found.sequences:
         return None
-    share = expected_seconds(other, work, narrow, card) / expected_seconds(found, work, wish, card)
+    share = cost(other, work, narrow, pace, card) / cost(found, work, wish, pace, card)
     if share > WORTH:
         return None
     return (
@@ -69,16 +83,21 @@ def fp8_advice(found: Plan, work: Workload, wish: Wish, card: CardKind | None = 
     )
 
 
-def expected_seconds(found: Plan, work: Workload, wish: Wish, card: CardKind | None = None) -> float:
-    """Seconds of a step by which plans are compared, with completions of full length. card: as for `plan`."""
+def expected_seconds(
+    found: Plan, work: Workload, wish: Wish, pace: Pace | None = None, card: CardKind | None = None
+) -> float:
+    """Seconds of a step. pace, card: as for `plan`."""
     rates = _rates(card, found.device_bytes) if wish.cuda else CPU_CORE
-    pace = Pace(work.groups or GROUPS, work.completion, work.generators, further=2.0 * (wish.value_rank > 0))
+    if pace is None:
+        pace = Pace(work.groups or GROUPS, work.completion, work.generators, further=2.0 * (wish.value_rank > 0))
     return step_seconds(found, wish, work, pace, rates).step
 
 
-def _cost(found: Plan, work: Workload, wish: Wish, card: CardKind | None) -> float:
-    """Seconds by which the plans of one base are ordered."""
-    return expected_seconds(found, work, wish, card) * (ASLEEP if found.layout == "alternating" else 1)
+def cost(found: Plan, work: Workload, wish: Wish, pace: Pace | None = None, card: CardKind | None = None) -> float:
+    """The seconds by which plans are ordered: those of generators that sleep, and of one base for both roles, count for
+    more. pace, card: as for `plan`."""
+    sleeping = found.layout == "alternating"
+    return expected_seconds(found, work, wish, pace, card) * (ASLEEP if sleeping else SHARING if wish.shared else 1)
 
 
 def _rates(card: CardKind | None, size: int) -> Rates:
@@ -112,7 +131,8 @@ def _learners(shape: Shape, device_bytes: int, work: Workload, wish: Wish, base:
     kv_bytes = wish.kv_bytes
     if kv_bytes is None:
         kv_bytes = cache_bytes(shape, wish.kv_dtype, work.whole, 1, cuda=wish.cuda)
-    for layout in ("slices",) if wish.shared else wish.layouts:
+    layouts = ("slices",) if wish.shared else wish.layouts
+    for layout in (one for one in layouts if wish.cuda or one != "alternating"):  # a generator on CPUs cannot sleep
         for policy in _policies(shape, wish):
             for budget in _budgets(work, wish):
                 yield _plan(shape, device_bytes, work, wish, layout, base, policy, budget, kv_bytes)

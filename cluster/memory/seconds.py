@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.memory.generator import kv_token_bytes
+from cluster.memory.learner import mlp_share
 from cluster.memory.plan import CARDS, CardKind, Plan, Wish, Workload
 from cluster.memory.shape import DTYPE_BYTES, Checkpointing, Shape
 
@@ -132,7 +133,7 @@ def generation_seconds(found: Plan, wish: Wish, work: Workload, pace: Pace, rate
 
 def _training(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates) -> Part:
     shape, host, length = found.shape, ON_CARD if wish.cuda else ON_CPU, max(pace.length, 2.0)
-    tokens = pace.groups * (work.prompt + work.generations * (length - 1)) / pace.learners
+    tokens, batches = micro_batches(found.token_budget, work, pace)
     again = _repeated(shape, found.checkpointing)
     # Forward, backward by inputs and by weights.
     passes = ((2 if wish.mode == "lora" else 3) + again) * pace.updates + pace.further
@@ -141,10 +142,21 @@ def _training(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates)
     turns = ((2 + again) * pace.updates + pace.further) / 2  # a pass forward and one backward move MOVED
     wide = (MOVED * shape.layers * shape.hidden + MOVED_HEAD * shape.vocab) * turns
     moved = tokens * wide * DTYPE_BYTES[wish.dtype] / 2 / (host.reading * rates.bandwidth)
-    batches, own = math.ceil(tokens / found.token_budget), host.layer_pass[wish.mode == "full"]
+    own = host.layer_pass[wish.mode == "full"]
     unpacked = batches * 2 * turns * 2 * shape.linear_params / UNPACKING if found.base == "nf4" else 0.0
     device = products + moved + unpacked
     return Part(device + batches * passes * shape.layers * own, device)
+
+
+def micro_batches(budget: int, work: Workload, pace: Pace) -> tuple[float, int]:
+    """Tokens and micro-batches of a learner rank in a step, as learner.batch.micro_batch makes them of completions of
+    one length: groups stay whole, and each part of one that is larger than `budget` repeats the prompt."""
+    own = max(pace.length, 2.0) - 1
+    together = max(1, min(work.generations, int((budget - work.prompt) // own)))  # completions of a part
+    parts = math.ceil(work.generations / together)
+    groups = pace.groups / pace.learners
+    tokens = groups * (parts * work.prompt + work.generations * own)
+    return tokens, math.ceil(groups * parts / max(1, budget // (work.prompt + together * own)))
 
 
 def told(kind: CardKind | None, size: int, seconds_on: Callable[[Rates], Seconds], steps: int) -> str | None:
@@ -170,7 +182,7 @@ def _repeated(shape: Shape, checkpointing: Checkpointing) -> float:
     """The share of the forward pass that is computed a second time."""
     if isinstance(checkpointing, int):
         return checkpointing / shape.layers
-    return {"none": 0.0, "mlp": 0.6}.get(str(checkpointing), 1.0)
+    return {"none": 0.0, "mlp": mlp_share(shape)}.get(str(checkpointing), 1.0)
 
 
 def duration(seconds: float) -> str:

@@ -71,7 +71,7 @@ class Arrangement:
     in_shards: ClassVar[bool] = False  # whether the learner's ranks divide the model
 
     def layouts(self, config: Settings) -> tuple[Layout, ...]:
-        """The layouts that the planner may choose from, the preferred first."""
+        """The layouts that the planner may choose from."""
         if config.cluster.gpus.own_cards:
             return ("separate",)
         return ("slices", "alternating") if config.cluster.gpus.one_card and config.max_staleness == 0 else ("slices",)

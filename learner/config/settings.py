@@ -196,8 +196,9 @@ class ModelConfig(Frozen):
 
 
 class MemoryConfig(Frozen):
-    """What the memory plan is made for (cluster.memory.plan), which settles learner.checkpointing, learner.token_budget
-    and rollout.kv_cache where these are auto, and leaves the learner what the generators do not have."""
+    """What the memory plan is made for (cluster.memory.search), which settles learner.checkpointing,
+    learner.token_budget and rollout.kv_cache where these are auto, and leaves the learner what the generators do not
+    have."""
 
     device: Bytes | None = None
     """Memory of one card (on a CPU: of what both roles may have), for which the plan is made, and to which it is kept.

@@ -1,5 +1,6 @@
 """Settles the memory of a run before it starts: finds the cards, translates the settings for the planner
-(cluster.memory.plan), and makes the budgets that the processes are held to. PlanFile records them with measured peaks.
+(cluster.memory.search), and makes the budgets that the processes are held to. PlanFile records them with measured
+peaks.
 """
 
 import json
@@ -21,7 +22,7 @@ from cluster.memory import plan as cards
 from cluster.memory import shape as units
 from cluster.memory.learner import pushed_bytes
 from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Workload, gib, kind_of
-from cluster.memory.search import expected_seconds, fp8_advice, plan
+from cluster.memory.search import cost, fp8_advice, plan
 from cluster.memory.seconds import Pace, Rates, duration, generation_seconds, step_seconds, told
 from cluster.memory.shape import ALL, Shape
 from cluster.placement import pack
@@ -184,7 +185,7 @@ def sequence_counts(config: RunConfig) -> list[int]:
 
 
 def layouts(config: RunConfig) -> tuple[Layout, ...]:
-    """The layouts that the run's arrangement leaves to the planner, the preferred first."""
+    """The layouts that the run's arrangement leaves to the planner."""
     return config.arrangement.layouts(config)
 
 
@@ -251,6 +252,16 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         layouts=layouts,
         cuda=cuda,
     )
+
+
+def pace_of(config: RunConfig) -> Pace:
+    """What the seconds of a step of the run depend on beside its plan, with completions of full length."""
+    learner = config.learner
+    return Pace(
+        learner.groups_per_step, config.rollout.max_completion_length, config.rollout.workers, config.cluster.learners,
+        together=config.max_staleness > 0, updates=learner.updates_per_batch,
+        further=(learner.loss.beta > 0) + 2.0 * (learner.algorithm != "grpo"),
+    )  # fmt: skip
 
 
 def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
@@ -344,7 +355,8 @@ def settle(
         f"{gib(found.kv_bytes)}, {found.sequences} sequences of full length)"
     )
     note += _waiting(found.sequences, min(sequences, config.under_way))
-    if advice := fp8_advice(found, workload(config, sequences), wish_of(config, layouts(config)), kind):
+    wish = wish_of(config, layouts(config))
+    if advice := fp8_advice(found, workload(config, sequences), wish, pace_of(config), kind):
         note += f"; {advice}"
     cap, sent = _learner_cap(config, found), policy_bytes(config, shape)
     lies = config.arrangement.planned(found.layout)
@@ -355,16 +367,16 @@ def planned(config: RunConfig, shape: Shape, device: int, kind: CardKind | None 
     """The plan for a card of `device` bytes with the fewest seconds a step, and the number of sequences that a
     generator decodes at once. Misfit if none fits.
     """
-    wish = wish_of(config, layouts(config))
+    wish, pace = wish_of(config, layouts(config)), pace_of(config)
     works = [workload(config, count) for count in sequence_counts(config)]
-    plans = [(plan(shape, device, work, wish, kind), work) for work in works]
+    plans = [(plan(shape, device, work, wish, pace, kind), work) for work in works]
     fitting = [(found, work) for found, work in plans if isinstance(found, Plan)]
     if not fitting:
         misfit = plans[-1][0]  # the one with the fewest sequences, which needs least
         assert isinstance(misfit, Misfit)
         return misfit
     # Of plans that take as long, more sequences: completions that end early leave room for others.
-    found, work = min(fitting, key=lambda one: (expected_seconds(one[0], one[1], wish, kind), -one[1].sequences))
+    found, work = min(fitting, key=lambda one: (cost(one[0], one[1], wish, pace, kind), -one[1].sequences))
     return found, work.sequences
 
 
@@ -533,16 +545,11 @@ class PlanFile:
 def hours(config: RunConfig, budgets: Budgets, cards: Cards | None, steps: int, held_out: int) -> tuple[str, ...]:
     """A line for the user about the seconds of a step and the duration of the run, where the card's rates are known.
     held_out: problems of an evaluation."""
-    found, work, learner = budgets.plan, workload(config, budgets.sequences), config.learner
+    found, work = budgets.plan, workload(config, budgets.sequences)
     on_cards = min(config.cluster.gpus.generator, config.cluster.gpus.learner) > 0
     if found is None or cards is None or not on_cards or config.model.dtype == "float32":
         return ()
-    wish, length = wish_of(config, layouts(config)), config.rollout.max_completion_length
-    pace = Pace(
-        learner.groups_per_step, length, config.rollout.workers, config.cluster.learners,
-        together=config.max_staleness > 0, updates=learner.updates_per_batch,
-        further=(learner.loss.beta > 0) + 2 * (wish.value_rank > 0),
-    )  # fmt: skip
+    wish, pace = wish_of(config, layouts(config)), pace_of(config)
     line = told(cards.kind, cards.size, partial(step_seconds, found, wish, work, pace), steps)
     if line is None:
         return ()
@@ -551,4 +558,4 @@ def hours(config: RunConfig, budgets: Budgets, cards: Cards | None, steps: int, 
         rates = Rates(cards.kind.flops, cards.kind.bandwidth)
         asked = generation_seconds(found, wish, replace(work, generations=1), replace(pace, groups=held_out), rates)
         more = f"; {1 + math.ceil(steps / every)} evaluations of {duration(asked.whole)} each"
-    return (f"{line}, if all completions have {length} tokens{more}",)
+    return (f"{line}, if all completions have {pace.length:.0f} tokens{more}",)

@@ -15,10 +15,6 @@ from torch import Tensor, nn
 
 from rollout.weights import Source
 
-# Elements of a weight that is added together with others, in one operation for all: an adapter's matrices, of which a
-# model has hundreds, take longer to start one by one than to add.
-SMALL = 2**20
-
 
 class Masters:
     """The weights that are trained, their masters, and the steps between both: gradients to the masters, values back.
@@ -97,7 +93,7 @@ class Masters:
 
     def collect_gradients(self) -> None:
         """Adds the gradients of a micro-batch to those of the masters, in float32."""
-        small: list[tuple[Tensor, Tensor]] = []  # sums, and what is added
+        together = _Sums()
         for name, weight in self.weights.items():
             master = self.named[name]
             if master is weight or weight.grad is None:
@@ -107,16 +103,12 @@ class Masters:
                 continue
             if master.grad is None:
                 master.grad = weight.grad.float()
-            elif master.numel() <= SMALL:
-                small.append((master.grad, weight.grad))
+            elif weight.is_cuda:
+                together.add(master.grad, weight.grad)
             else:
                 master.grad.add_(weight.grad)
             weight.grad = None
-        if small:
-            sums, more = map(list, zip(*small, strict=True))
-            widened = [torch.empty_like(each) for each in sums]
-            torch._foreach_copy_(widened, more)
-            torch._foreach_add_(sums, widened)
+        together.flush()
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -137,6 +129,39 @@ class Masters:
             for name, master in self.named.items():
                 master.copy_(tensors[name])
         self.sync()
+
+
+MOST_TOGETHER = 2**23  # elements, whose float32 copies take 32 MiB
+
+
+class _Sums:
+    """Sums of gradients on a card, many in one operation: the matrices of an adapter, of which a model has hundreds,
+    take longer to start one by one than to add. At most MOST_TOGETHER elements wait, with float32 copies while they
+    are added; a larger tensor is added by itself."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._more: list[Tensor] = []
+        self._waiting = 0
+
+    def add(self, total: Tensor, more: Tensor) -> None:
+        """Adds `more`, of any type, to `total`, float32, by the next `flush` at the latest."""
+        if more.numel() > MOST_TOGETHER:
+            total.add_(more)
+            return
+        if self._waiting + more.numel() > MOST_TOGETHER:
+            self.flush()
+        self._sums.append(total)
+        self._more.append(more)
+        self._waiting += more.numel()
+
+    def flush(self) -> None:
+        if not self._sums:
+            return
+        widened = [torch.empty_like(each) for each in self._sums]
+        torch._foreach_copy_(widened, self._more)
+        torch._foreach_add_(self._sums, widened)
+        self._sums, self._more, self._waiting = [], [], 0
 
 
 def own_rows(mesh: Any, count: int) -> slice:

@@ -434,7 +434,8 @@ def evaluate(
         lora = {"rank": policy.config.get("r", PEFT_RANK), "targets": targets_of(policy.config)}
         learner = config.learner.model_copy(update={"lora": config.learner.lora.model_copy(update=lora)})
         config = config.model_copy(update={"learner": learner})
-    budgets = settle(config, chat.config, size_for(config, cards_present(config)))
+    cards = cards_present(config)
+    budgets = settle(config, chat.config, size_for(config, cards), None if cards is None else cards.kind)
     config = settled(config, budgets)
     name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
     asked = [SamplingRound(lambda _: greedy(config), 0)]

@@ -17,8 +17,8 @@ import typer
 from cluster.memory import plan as cards
 from cluster.memory.generator import kv_token_bytes
 from cluster.memory.plan import USABLE, Misfit, Plan, Wish, Workload, gib, host_bytes
-from cluster.memory.search import expected_seconds, fp8_advice, least, plan
-from cluster.memory.seconds import Pace, measured_rates, step_seconds, told
+from cluster.memory.search import cost, fp8_advice, least, plan
+from cluster.memory.seconds import Pace, Seconds, measured_rates, step_seconds, told
 from cluster.memory.shape import (
     DTYPE_BYTES,
     SHAPES,
@@ -314,7 +314,9 @@ def run(asked: PlanRequest) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {str(error).replace('model.path: ', '--model: ', 1)}", file=sys.stderr)
         return 2
-    work = Workload(asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2)
+    work = Workload(
+        asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2, groups=asked.groups
+    )
     if asked.longest:
         work = replace(work, completion=_longest(shapes[0], size, work, asked))
         if work.whole == shapes[0].positions and not asked.as_json:
@@ -450,25 +452,20 @@ def _plans(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -
     return Found(shape, wish, needs, chosen)
 
 
-SHARING = 1.1  # one base for both roles must save a tenth of a step, where a base for each has room
-
-
 def _chosen(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> tuple[Plan | Misfit, Wish]:
-    """The fastest plan that `--base` allows, in 16 bits if one fits, else the last one's misfit; and its wish."""
-
-    def seconds(way: tuple[Plan, Wish]) -> float:
-        return expected_seconds(way[0], work, way[1], size.card) * (SHARING if way[1].shared else 1)
-
+    """The plan that `--base` allows with the least cost, in 16 bits if one fits, else the last one's misfit; and its
+    wish."""
     wish = _wanted(Wish(), size, asked)
+    pace = _pace(work, wish, asked)
     ways: list[tuple[Base | None, tuple[bool, ...]]] = [(None, (wish.shared,))]
     if _may_share(shape, asked):
         ways = [("none", (False, True)), ("nf4", (False, True))]
     for base, sharings in ways:
         wishes = [replace(wish, base=base, shared=shared) for shared in sharings]
-        found = [(plan(shape, size.bytes, work, one, size.card), one) for one in wishes]
+        found = [(plan(shape, size.bytes, work, one, pace, size.card), one) for one in wishes]
         fitting = [(one, its) for one, its in found if isinstance(one, Plan)]
         if fitting:
-            return min(fitting, key=seconds)
+            return min(fitting, key=lambda way: cost(way[0], work, way[1], pace, size.card))
     return found[-1]
 
 
@@ -504,7 +501,7 @@ def _on_cpu(asked: PlanRequest) -> int:
     found = plan(shape, NO_LIMIT, work, wish)
     if isinstance(found, Misfit):
         raise ValueError(f"--model: {found}")
-    each = step_seconds(found, wish, work, _pace(work, wish, asked), measured_rates(dtype, 1))
+    each = seconds_on_cpu(found, wish, work, _pace(work, wish, asked))
     fits = found.learner_bytes + found.generator_bytes <= has
     if asked.as_json:
         seconds = {"step": each.step, "generate": each.generate, "train": each.train, "push": each.push}
@@ -519,6 +516,20 @@ def _on_cpu(asked: PlanRequest) -> int:
         f"{work.completion} tokens"
     )
     return int(not fits)
+
+
+def seconds_on_cpu(found: Plan, wish: Wish, work: Workload, pace: Pace) -> Seconds:
+    """Seconds of a step on this machine's CPU, one core for each role, by what a core does in a second, as measured; in
+    float32 the learner's with the library that it would choose."""
+    from learner.trainer.float32_products import choose_library, use_library
+
+    each = step_seconds(found, wish, work, pace, measured_rates(wish.dtype, 1))
+    if wish.dtype == "float32" and choose_library():
+        try:
+            each = replace(each, train=step_seconds(found, wish, work, pace, measured_rates(wish.dtype, 1)).train)
+        finally:
+            use_library("default")
+    return each
 
 
 def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> int:
@@ -547,7 +558,7 @@ def _time(found: Plan, wish: Wish, work: Workload, size: "CardSize", asked: Plan
     if line is None:
         return "time: not known, as the card is not (--gpu rtx4090)"
     each = f"{asked.groups} groups of {work.generations}, all completions of {work.completion} tokens"
-    advice = fp8_advice(found, work, wish, size.card)
+    advice = fp8_advice(found, work, wish, _pace(work, wish, asked), size.card)
     return f"{line}; {each} (docs/benchmarks.md)" + (f"\n{advice}" if advice else "")
 
 

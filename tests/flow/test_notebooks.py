@@ -1,5 +1,6 @@
 """The notebooks of examples/, cell by cell in a kernel of their own, one after the other as their text says."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ EVAL = {"path": "gsm8k/heldout-sample.jsonl", "size": 4, "every": 2}
 DATA = {"path": "gsm8k/train-sample.jsonl", "prompt": "question", "eval": EVAL}
 CARD, OUT, STEPS = "t4", "runs", 2
 LENGTHS = {"num_generations": 4, "max_prompt_length": 512, "max_completion_length": 32, "kv_cache": "64MiB"}
+LEARNER = {"learning_rate": 2e-5, "groups_per_step": 2}
 """
 
 
@@ -63,20 +65,23 @@ def test_both_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_notebook_for_colab_without_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name in ("tiny-arithmetic", "gsm8k"):
         shutil.copytree(ROOT / "examples" / name, tmp_path / name)
     notebook = of_colab()
-    installing, settings, *_ = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    installing, settings, plan_cell, *_ = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
     assert installing["source"].startswith("%%bash")
     assert settings["source"].startswith("MODEL = ")
-    installing["source"], settings["source"] = "", SMALL
-    _, _, planned, _, trained, scored, packed = run(notebook, tmp_path)
-    assert any("chosen" in one.get("data", {}).get("text/html", "") for one in planned)
+    cloned = re.search(r"git clone -q <this repository> (\S+)", installing["source"])
+    assert cloned is not None
+    (tmp_path / cloned[1] / "gleaner").mkdir(parents=True)  # must not hide the package that is installed
+    # On this machine's CPU a plan of a card is refused for a model in float32, and is made in the test below.
+    installing["source"], settings["source"], plan_cell["source"] = "", SMALL, "None"
+    _, _, _, _, trained, scored, packed = run(notebook, tmp_path)
     assert "step 2/2" in text_of(trained)
     assert any("<svg" in one.get("data", {}).get("text/html", "") for one in trained)
-    assert "Estimate(value=" in text_of(scored)
+    assert text_of(scored).count("Estimate(value=") == 2
     assert "adapter.zip" in text_of(packed)
 
 
@@ -88,17 +93,18 @@ def test_the_settings_for_colab_are_valid_and_fit_its_card() -> None:
     tree = api_settings.tree_of(None, given.pop("model"), given.pop("rewards"), {}, given, api_settings.Inputs())
     config = api_settings.checked(tree)
     assert (config.model.dtype, config.steps, config.data.eval.split) == ("float16", names["STEPS"], "test")
-    exec(planned.replace("plan(MODEL[", "found = plan(MODEL["), names)
+    exec(planned.replace("plan(MODEL", "found = plan(MODEL"), names)
     assert names["found"][0]["fits"]
 
 
 def test_the_rewards_for_colab() -> None:
     names: dict[str, Any] = {}
     exec(next(cell["source"] for cell in of_colab()["cells"] if cell["source"].startswith("import re")), names)
-    texts = ["so <answer>1,234</answer>", "<answer>1235</answer>", "1234", "<answer>1</answer> or <answer>2</answer>"]
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    assert names["right"](completions, answer=["#### 1,234"] * 4) == [1.0, 0.0, 0.0, 0.0]
-    assert names["tagged"](completions) == [1.0, 1.0, 0.0, 0.0]
+    right = ["so <answer>1,234</answer>", "<answer>42</answer>, no, <answer> $1234.00 </answer>"]
+    wrong = ["<answer>1235</answer>", "1234", "<answer>1234.5</answer>", "<answer>1234 + 1</answer>", "<answer>1234"]
+    completions = [[{"role": "assistant", "content": text}] for text in right + wrong]
+    assert names["right"](completions, answer=["#### 1,234"] * 7) == [1.0] * 2 + [0.0] * 5
+    assert names["tagged"](completions) == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_they_are_committed_without_outputs() -> None:

@@ -28,8 +28,8 @@ from cluster.memory.learner import (
 from cluster.memory.plan import Misfit, Plan, Wish, Workload
 from cluster.memory.search import least, plan
 from cluster.memory.shape import ALL, ATTENTION, SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
-from learner.config.settings import LearnerConfig
-from learner.model import attention, lora
+from learner.config.settings import LearnerConfig, LoraConfig
+from learner.model import attention, lora, masters
 from learner.tools.meta_run import Footprint, footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
@@ -120,6 +120,18 @@ def shape_of(kind: str, settings: dict[str, Any], name: str) -> Shape:
 
 
 @pytest.mark.long
+def test_gradients_that_are_added_together_take_32_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At rank 128 the gradients of the adapters are larger than the activations of a micro-batch."""
+    shape, rank = replace(SHAPES["Llama-3.2-3B"], layers=8), LoraConfig(rank=128, alpha=256)
+    learner = LearnerConfig(token_budget=700, checkpointing="full", lora=rank)
+    found = []
+    for most in (0, masters.MOST_TOGETHER, 2**40):
+        monkeypatch.setattr(masters, "MOST_TOGETHER", most)
+        found.append(footprint(shape, learner, [(256, [200] * 2)] * 2).dynamic)
+    alone, some, together = found
+    assert alone <= some <= alone + 2**25 < together
+
+
 @pytest.mark.parametrize("policy", ["full", "none"])
 @pytest.mark.parametrize(
     ("name", "targets"),

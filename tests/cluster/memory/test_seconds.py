@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cluster.memory import seconds
@@ -14,6 +15,9 @@ from cluster.memory.plan import Plan, Wish, Workload, kind_of
 from cluster.memory.search import plan
 from cluster.memory.seconds import Host, Pace, Rates, step_seconds
 from cluster.memory.shape import SHAPES, SPARSE, Shape
+from learner.batch.micro_batch import micro_batches, read
+from rollout.fakes import make_group
+from rollout.types import Completion
 
 SMALL = Shape("small", "llama", 8, 16, 2, 2, 1, 4, 32, tied=True)
 WORK = Workload(generations=4, prompt=6, completion=10, sequences=4)
@@ -44,10 +48,11 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, multiplies = (2 * n + 4 * 11 * 32) / 80, 8 * n / 500
     prefill = 2 * n * 2 * 6 / 500
     generate = 20 * (1 + 4 * 0.25 + 2 * 0.5 + max(reads, multiplies)) + prefill
-    # 2 x (6 + 4 x 9) = 84 tokens, twice through n weights and 2 x 2 x 2 x 4 = 32 products with each of 6 + 5 keys.
-    products = 84 * 2 * (2 * n + 2 * 32 * 11) / 500
-    moved = 84 * (416 * 2 * 8 + 48 * 32) / 80
-    train = products + moved + 6 * 2 * 2 * 2.0  # micro-batches of 16 tokens, passes, layers
+    # Micro-batches of 16 tokens hold a prompt and one completion: 2 x 4 x (6 + 9) = 120 tokens, twice through n weights
+    # and 2 x 2 x 2 x 4 = 32 products with each of 6 + 5 keys.
+    products = 120 * 2 * (2 * n + 2 * 32 * 11) / 500
+    moved = 120 * (416 * 2 * 8 + 48 * 32) / 80
+    train = products + moved + 8 * 2 * 2 * 2.0  # micro-batches, passes, layers
     found = told()
     assert found.generate == pytest.approx(generate)
     assert found.train == pytest.approx(train)
@@ -58,6 +63,20 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = 20 * max(reads, multiplies) + prefill + products + moved
     assert told(pace=at_once).step == pytest.approx(max(generate, train, busy) + 3)
     assert told(pace=at_once, layout="separate").step == pytest.approx(max(generate, train) + 3)
+
+
+@pytest.mark.parametrize("budget", [1279, 1600, 2048, 3064, 4096, 6536, 8192])
+@pytest.mark.parametrize(("prompt", "completion"), [(1024, 256), (256, 786), (40, 80)])
+def test_micro_batches_are_those_that_the_learner_makes(prompt: int, completion: int, budget: int) -> None:
+    ids = np.zeros(completion, np.int32)
+    sampled = [Completion(ids, np.zeros(completion, np.float32), "stop", ids)] * 8
+    groups = [make_group(prompt_ids=[[i] * prompt] * 8, completions=sampled, rewards=[0.0, 1.0] * 4) for i in range(8)]
+    rows = read(groups)
+    made = micro_batches(rows, np.zeros(64 * completion), np.ones(64), np.ones(64, bool), budget, packed=True)
+    work = Workload(generations=8, prompt=prompt, completion=completion)
+    tokens, count = seconds.micro_batches(budget, work, Pace(8, float(completion)))
+    assert tokens == sum(batch.ids.numel() for batch in made)
+    assert count == pytest.approx(len(made), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +92,7 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pace": replace(PACE, updates=2)}, (None, True)),
         ({"checkpointing": "full"}, (None, True)),
         ({"checkpointing": 1}, (None, True)),
-        ({"token_budget": 8}, (None, True)),
+        ({"token_budget": 42}, (None, False)),
         ({"base": "nf4"}, (True, None)),
         ({"generators": 2}, (True, None)),
         ({"shards": 2}, (False, None)),

@@ -29,6 +29,7 @@ from cluster.errors import WrongInput
 from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
+from learner.model import masters
 from learner.model.base import head_of
 from learner.model.export import update_of
 from learner.model.logprob import decoder_of, token_logprobs
@@ -73,6 +74,23 @@ def make_policy(
         seed=seed,
         device=torch.device("cpu"),
     )
+
+
+@pytest.mark.parametrize("most", [10, 200, 2**23])
+def test_gradients_added_together_are_those_added_one_by_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three micro-batches of matrices of 6 to 150 elements: alone, in several operations, in one."""
+    monkeypatch.setattr(masters, "MOST_TOGETHER", most)
+    torch.manual_seed(0)
+    sizes = [(2, 3), (10, 15), (5, 30), (7, 1), (4, 4)]
+    totals, wanted = ([torch.zeros(size) for size in sizes] for _ in range(2))
+    for _ in range(3):
+        grads = [torch.randn(size).to(torch.bfloat16) for size in sizes]
+        together = masters._Sums()
+        for total, one, grad in zip(totals, wanted, grads, strict=True):
+            together.add(total, grad)
+            one.add_(grad)
+        together.flush()
+    assert all(torch.equal(total, one) for total, one in zip(totals, wanted, strict=True))
 
 
 def test_llama_and_checkpointing(tmp_path: Path) -> None:
