@@ -48,7 +48,7 @@ ON_CARD = Host(0.4e-3, 25e-6, 55e-6, 0.6, 0.82, 0.75, (1.2e-3, 0.6e-3), 0.25)
 ON_CPU = Host(2e-3, 120e-6, 100e-6, 0.22, 0.8, 0.8, (0.5e-3, 0.5e-3), 0.3)
 MOVED, MOVED_HEAD = 416, 48  # bytes for each element of a token's width in a layer, and of its logits (roofline.md)
 UNPACKED = 1.5  # bytes of a decoding step for each byte of a 4-bit base in 16 bits: packed, unpacked, partly cached
-UNPACKING = 62e9  # bytes in 16 bits that the learner unpacks in a second, with bitsandbytes on an H100
+UNPACKING = 75e9  # bytes in 16 bits that the learner unpacks in a second, with bitsandbytes on an H100
 PUSHED = 10e9  # bytes of whole weights that a push moves in a second
 WOKEN = 3.7e9  # bytes of weights in a second, put to sleep and woken again (an H200: 3.3 GB in 0.9 s)
 

@@ -520,16 +520,15 @@ def _on_cpu(asked: PlanRequest) -> int:
 
 def seconds_on_cpu(found: Plan, wish: Wish, work: Workload, pace: Pace) -> Seconds:
     """Seconds of a step on this machine's CPU, one core for each role, by what a core does in a second, as measured; in
-    float32 the learner's with the library that it would choose."""
+    float32 with the library that the learner would choose, of the two that the engine has, too."""
     from learner.trainer.float32_products import choose_library, use_library
 
-    each = step_seconds(found, wish, work, pace, measured_rates(wish.dtype, 1))
-    if wish.dtype == "float32" and choose_library():
-        try:
-            each = replace(each, train=step_seconds(found, wish, work, pace, measured_rates(wish.dtype, 1)).train)
-        finally:
+    chosen = wish.dtype == "float32" and choose_library()
+    try:
+        return step_seconds(found, wish, work, pace, measured_rates(wish.dtype, 1))
+    finally:
+        if chosen:
             use_library("default")
-    return each
 
 
 def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> int:

@@ -226,21 +226,29 @@ def test_the_card_that_is_here_and_the_cpu(capsys: pytest.CaptureFixture[str], m
     assert "--cpu: is asked of one model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_the_learner_on_a_cpu_has_the_rate_of_its_own_library(other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    reset: list[str] = []
-    rates = iter([Rates(1e11, 1e10), Rates(3e11, 1e10)])
-    monkeypatch.setattr(plan_tool, "measured_rates", lambda dtype, threads: next(rates))
-    monkeypatch.setattr(float32_products, "choose_library", lambda: other)
-    monkeypatch.setattr(float32_products, "use_library", reset.append)
-    wish = Wish(dtype="float32", kv_dtype="float32", base="none", checkpointing="none", token_budget=4096, cuda=False)
+@pytest.mark.parametrize(("dtype", "steps"), [("float32", ["choose", "measure", "default"]), ("bfloat16", ["measure"])])
+def test_a_cpu_is_measured_with_the_library_of_a_run(
+    dtype: str, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    rates = Rates(1e11, 1e10)
+    monkeypatch.setattr(plan_tool, "measured_rates", lambda dtype, threads: done.append("measure") or rates)
+    monkeypatch.setattr(float32_products, "choose_library", lambda: done.append("choose") or True)
+    monkeypatch.setattr(float32_products, "use_library", done.append)
+    wish = Wish(
+        dtype=dtype,
+        kv_dtype=dtype,
+        base="none",
+        checkpointing="none",
+        token_budget=4096,
+        layouts=("slices",),
+        cuda=False,
+    )
     work, pace = Workload(completion=80, prompt=128, groups=4), Pace(4, 80.0)
     found = plan(SHAPES["SmolLM2-135M"], 2**60, work, wish)
     assert isinstance(found, Plan)
-    slow, fast = (step_seconds(found, wish, work, pace, Rates(flops, 1e10)) for flops in (1e11, 3e11))
-    told = plan_tool.seconds_on_cpu(found, wish, work, pace)
-    assert (told.generate, told.train) == (slow.generate, fast.train if other else slow.train)
-    assert reset == ["default"] * other  # generators, in this process's rates, keep torch's own
+    assert plan_tool.seconds_on_cpu(found, wish, work, pace) == step_seconds(found, wish, work, pace, rates)
+    assert done == steps
 
 
 def test_main_memory_is_planned_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
