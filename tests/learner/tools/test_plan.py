@@ -232,8 +232,17 @@ def test_a_cpu_is_measured_with_the_library_of_a_run(
 ) -> None:
     done: list[str] = []
     rates = Rates(1e11, 1e10)
-    monkeypatch.setattr(plan_tool, "measured_rates", lambda dtype, threads: done.append("measure") or rates)
-    monkeypatch.setattr(float32_products, "choose_library", lambda: done.append("choose") or True)
+
+    def measured(dtype: str, threads: int) -> Rates:
+        done.append("measure")
+        return rates
+
+    def chosen() -> bool:
+        done.append("choose")
+        return True
+
+    monkeypatch.setattr(plan_tool, "measured_rates", measured)
+    monkeypatch.setattr(float32_products, "choose_library", chosen)
     monkeypatch.setattr(float32_products, "use_library", done.append)
     wish = Wish(
         dtype=dtype,
