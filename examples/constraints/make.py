@@ -9,11 +9,12 @@ where the constraint has one, its value (a number, a word, a phrase). So a polic
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from examples.task_files import contents, write
 
 HERE = Path(__file__).parent
 HELD_OUT = 20  # topics
@@ -108,15 +109,8 @@ def files() -> dict[str, str]:
         "train.jsonl": [*rows(topics[HELD_OUT:], held_out=False, rng=rng)],
         "held_out.jsonl": [*rows(topics[:HELD_OUT], held_out=True, rng=rng)],
     }
-    for each in made.values():
-        rng.shuffle(each)
-    return {name: "".join(json.dumps(row) + "\n" for row in each) for name, each in made.items()}
-
-
-def main() -> None:
-    for name, content in files().items():
-        (HERE / name).write_text(content)
+    return contents(made, rng)
 
 
 if __name__ == "__main__":
-    main()
+    write(HERE, files())

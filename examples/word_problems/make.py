@@ -9,12 +9,13 @@ not remembered.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import NamedTuple
+
+from examples.task_files import contents, write
 
 HERE = Path(__file__).parent
 HELD_PAIRS = 9  # of the 36 unordered pairs from 2 to 9
@@ -101,15 +102,8 @@ def files() -> dict[str, str]:
     for operation in OPERATIONS:
         made["train.jsonl"] += different(rows(operation, pairs[HELD_PAIRS:], rng, held=False), ROWS)
         made["held_out.jsonl"] += different(rows(operation, pairs[:HELD_PAIRS], rng, held=True), HELD_ROWS)
-    for each in made.values():
-        rng.shuffle(each)
-    return {name: "".join(json.dumps(row) + "\n" for row in each) for name, each in made.items()}
-
-
-def main() -> None:
-    for name, content in files().items():
-        (HERE / name).write_text(content)
+    return contents(made, rng)
 
 
 if __name__ == "__main__":
-    main()
+    write(HERE, files())
