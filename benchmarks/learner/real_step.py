@@ -9,6 +9,9 @@ ways take turns, step by step.
     packed        as it ships: completions of a group share their prompt in one row
     rows          micro-batches padded, as where packing is refused
     transformers  the same micro-batches through the model as PEFT makes it, all logits of the completions, autograd
+
+Where the learner multiplies float32 matrices by another library than torch's default (learner.trainer.float32_products,
+on AMD's processors), its ways do so, and a fourth way is transformers with that library.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from benchmarks.engine.engine_speed import chats
 from learner.config import ModelConfig
 from learner.config.settings import LearnerConfig
 from learner.model import packing_check
+from learner.trainer.float32_products import choose_library, library, use_library
 from learner.trainer.trainer import Trainer
 from rollout.fakes import make_group
 from rollout.types import Completion
@@ -101,6 +105,16 @@ def transformers_of(model: str, dtype: str, rows: Rows) -> Callable[[], object]:
     return step
 
 
+def by_library(name: str, step: Callable[[], object]) -> Callable[[], object]:
+    """The step with this library of float32 products."""
+
+    def with_library() -> None:
+        use_library(name)
+        step()
+
+    return with_library
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/smollm2"), help="holds a folder for each type")
@@ -108,15 +122,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    choose_library()
+    chosen, default = library(), "default"
     told, found, cells = conditions(LEARNER_PACKAGES), {}, []
     for dtype in options.dtypes:
         model = str(options.folder / dtype)
         rows = make_rows(model)
+        plain = transformers_of(model, dtype, rows)
         ways = {
-            "packed": trainer_of(model, dtype, rows, packed=True),
-            "rows": trainer_of(model, dtype, rows, packed=False),
-            "transformers": transformers_of(model, dtype, rows),
+            "packed": by_library(chosen, trainer_of(model, dtype, rows, packed=True)),
+            "rows": by_library(chosen, trainer_of(model, dtype, rows, packed=False)),
+            "transformers": by_library(default, plain),
         }
+        if chosen != default:
+            ways[f"transformers, {chosen}"] = by_library(chosen, plain)
         found[dtype] = in_turns(ways, options.repeats, dtype)
         for name, each in found[dtype].items():
             turns = [own / packed for own, packed in zip(each, found[dtype]["packed"], strict=True)]
@@ -127,7 +146,8 @@ def main() -> None:
     text = (
         f"# One step of the learner on SmolLM2-135M-Instruct: {GROUPS} x {GENERATIONS} completions, {tokens} tokens, "
         f"LoRA r = {RANK}\n\n{table}\n\nMedians of {options.repeats} turns (in brackets the lowest and the highest "
-        f"ratio), transformers: no update.\n\nConditions: {under(told, 'CPU time of one thread')}\n"
+        f"ratio), transformers: no update. Float32 products of the learner by {chosen}.\n\n"
+        f"Conditions: {under(told, 'CPU time of one thread')}\n"
     )
     save("real_step", {"conditions": told, "completion_tokens": tokens, "seconds": found}, text)
 

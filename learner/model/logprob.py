@@ -261,7 +261,7 @@ class _TrainedHead(torch.autograd.Function):
         # The outer loop is over the vocabulary, so that the float32 sums are [N, H] and a tile of the head, not [V, H].
         grad_hidden, grad_head = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(head)
         for words in _tiles(len(head), how.vocab_tile):
-            weight, total = head[words], torch.zeros_like(head[words], dtype=torch.float32)
+            weight, total = _operand(head[words], how), torch.zeros_like(head[words], dtype=torch.float32)
             start = torch.full((1,), words.start, device=targets.device)
             place, inside = _within(targets, start, how.vocab_tile)
             for rows in _tiles(len(targets), how.token_tile):
@@ -304,7 +304,8 @@ def _fold(
     places, inside = _within(targets, starts, how.vocab_tile)
     labels = []
     for place, words in zip(torch.split(places, 1, 1), _tiles(len(head), how.vocab_tile), strict=True):
-        logits = how.logits.of_(_product(hidden, head[words].t(), how), how.temperature)
+        weight = _operand(head[words], how)
+        logits = how.logits.of_(_product(hidden, weight.t(), how), how.temperature)
         # The target's logit is taken from the product that enters the sum, so that rounding errors cancel.
         labels.append(logits.gather(1, place))
         higher = torch.maximum(top, logits.amax(-1))
@@ -318,9 +319,9 @@ def _fold(
         if bent:
             weights.mul_(how.logits.bend_(logits.add_(higher[:, None]), how.temperature))
         if want == "mean_row":
-            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), head[words], how))
+            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), weight, how))
         top = higher
-        del logits, weights  # freed before the next tile is allocated
+        del logits, weights, weight  # freed before the next tile is allocated
     log_total, label = total.log(), torch.where(inside, torch.cat(labels, 1), 0.0).sum(1)
     return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
 
@@ -341,8 +342,11 @@ def _tiles(length: int, tile: int) -> list[slice]:
 
 def _product(a: Float[Tensor, "I J"], b: Float[Tensor, "J K"], how: _How) -> Float[Tensor, "I K"]:
     """Returns a b in float32: logits rounded to bfloat16 would give a logprob an error of 2e-2 nats."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if how.cuda:
+    if a.dtype != torch.float32 and how.cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()  # no CPU kernel has half inputs and a float32 output
+    return _operand(a, how) @ _operand(b, how)
+
+
+def _operand(matrix: Tensor, how: _How) -> Tensor:
+    """Returns the matrix as _product multiplies it: no CPU kernel has half inputs and a float32 output."""
+    return matrix if how.cuda else matrix.float()
