@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Tiles of short completions are computed in batches, since the overhead of a call takes longer than a small tile.
 
@@ -220,10 +221,56 @@ class Layout:
         return made
 
 
+class Gather(NamedTuple):
+    """Which of N rows to take, some of them several times: prompts, once for each completion."""
+
+    index: Tensor  # [M] int64
+    uses: list[tuple[Tensor, Tensor]]  # rows [R] that are taken U times, and their places [U, R] in `index`; for each U
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Returns [M, ...] of [N, ...]; differentiable once.
+
+        The gradient of a row is summed in float32, in the order of the places. The backward pass of index_select would
+        add in the dtype of the rows, so that the error of a prompt's gradient grows with the number of completions, and
+        on a card in another order each time."""
+        taken: Tensor = _Gathered.apply(rows, self)  # type: ignore[no-untyped-call]
+        return taken
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gather: Gather) -> Tensor:
+        ctx.count, ctx.uses = len(rows), gather.uses
+        return rows.index_select(0, gather.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        to_rows = grad.new_zeros(ctx.count, *grad.shape[1:])
+        for rows, places in ctx.uses:
+            taken = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
+            exact = torch.promote_types(grad.dtype, torch.float32)
+            total = taken[0] if len(taken) == 1 else taken.sum(0, dtype=exact).to(grad.dtype)
+            to_rows.index_copy_(0, rows, total)
+        return to_rows, None
+
+
+def _gather(index: npt.NDArray[np.int64], device: torch.device) -> Gather:
+    counts = np.bincount(index)
+    places = np.argsort(index, kind="stable")  # row by row
+    begins = counts.cumsum() - counts
+    uses = []
+    for count in np.unique(counts[counts > 0]):
+        rows = np.flatnonzero(counts == count)
+        uses.append((rows, places[begins[rows] + np.arange(count)[:, None]]))
+    moved = [(torch.from_numpy(rows).to(device), torch.from_numpy(own).to(device)) for rows, own in uses]
+    return Gather(torch.from_numpy(index).to(device), moved)
+
+
 class Ragged(NamedTuple):
     """Segments as FlashAttention's arguments. Keys are gathered, so that each segment has its prefix before it."""
 
-    keys: Tensor  # [sum of P + T] int64, index of each key in the row
+    keys: Gather  # sum of P + T keys of the row
     query_ends: Tensor  # [S + 1] int32, cumulative lengths
     key_ends: Tensor  # [S + 1] int32
     longest_query: int
@@ -267,16 +314,15 @@ def _ragged(segments: list[Segment], device: torch.device) -> Ragged:
     widths = queries + np.array([s.prefix_stop - s.prefix_start for s in segments])
     ends = (np.concatenate([[0], lengths.cumsum()]).astype(np.int32) for lengths in (queries, widths))
     query_ends, key_ends = (torch.from_numpy(values).to(device) for values in ends)
-    places = torch.from_numpy(np.concatenate(keys)).to(device)
-    return Ragged(places, query_ends, key_ends, int(queries.max()), int(widths.max()))
+    return Ragged(_gather(np.concatenate(keys), device), query_ends, key_ends, int(queries.max()), int(widths.max()))
 
 
 class Preceded(NamedTuple):
     """The tokens of a row of N tokens, with tokens of the prefix before each segment. Place N stands for a token that
     does not exist, since a prefix may be empty, or shorter than what is asked of it."""
 
-    places: Tensor  # [N + S W] int64, index of each token in the row; S segments, W tokens before each
-    own: Tensor  # [N] int64, index in `places` of each token of the row
+    tokens: Gather  # N + S W tokens of the row: S segments, W tokens before each
+    own: Tensor  # [N] int64, place among these tokens of each token of the row
 
 
 def _preceded(segments: list[Segment], before: int, device: torch.device) -> Preceded:
@@ -289,8 +335,7 @@ def _preceded(segments: list[Segment], before: int, device: torch.device) -> Pre
         begin += before
         own.append(np.arange(begin, begin + stop - start))
         begin += stop - start
-    found = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (places, own))
-    return Preceded(*found)
+    return Preceded(_gather(np.concatenate(places), device), torch.from_numpy(np.concatenate(own)).to(device))
 
 
 # Segments of different lengths are computed in batches of pieces. A batch ends where no more than this share of its
@@ -313,7 +358,7 @@ class Pieces(NamedTuple):
     places: Tensor  # [N] int64, index in `order` of each token of the row
     whole: list[Size]  # the batches of segments without a prefix
     following: list[Size]  # the batches of segments with a prefix
-    owners: Tensor  # [C] int64, for each segment with a prefix the number of that prefix among those without
+    owners: Gather  # for each segment with a prefix that prefix, among those without
 
 
 def _pieces(segments: list[Segment], chunk: int, device: torch.device) -> Pieces:
@@ -335,8 +380,8 @@ def _pieces(segments: list[Segment], chunk: int, device: torch.device) -> Pieces
     places[order[real]] = real
     numbers = {own[:2]: number for number, own in enumerate(whole)}
     owners = np.array([numbers[own[2:]] for own in following], np.int64)
-    of_order, of_places, of_owners = (torch.from_numpy(values).to(device) for values in (order, places, owners))
-    return Pieces(of_order, of_places, sizes[0], sizes[1], of_owners)
+    of_order, of_places = (torch.from_numpy(values).to(device) for values in (order, places))
+    return Pieces(of_order, of_places, sizes[0], sizes[1], _gather(owners, device))
 
 
 def _cuts(lengths: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:

@@ -381,7 +381,7 @@ def _by_varlen(
         return _by_segments(query, key, value, layout, scale, window, cap, sinks)
     ragged = layout.ragged(query.device)
     rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
-    q, k, v = next(rows), *(tensor.index_select(0, ragged.keys) for tensor in rows)
+    q, k, v = next(rows), *(ragged.keys.of(tensor) for tensor in rows)
     reach = -1 if window is None else window - 1  # the kernel does not count the query's own key
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKS_FOR_GROUPS else {}
     output = varlen_attn(

@@ -119,7 +119,7 @@ def _convolution(
     if layout is None:
         return plain(hidden_states, weight, bias, activation=activation, **others)
     preceded = layout.preceded(weight.shape[-1] - 1, hidden_states.device)
-    row = F.pad(hidden_states, (0, 1)).index_select(2, preceded.places)
+    row = preceded.tokens.of(F.pad(hidden_states[0].T, (0, 0, 0, 1))).T[None]
     return plain(row, weight, bias, activation=activation, **others).index_select(2, preceded.own)
 
 
@@ -148,7 +148,7 @@ def _delta_rule(
     parts = zip(*(_split(x, pieces.order, sizes) for x in (query, key, value, g, beta)), strict=True)
     outputs, states = _through(rule, parts, len(pieces.whole), None)
     if pieces.following:
-        outputs += _through(rule, parts, len(pieces.following), states.index_select(0, pieces.owners))[0]
+        outputs += _through(rule, parts, len(pieces.following), pieces.owners.of(states))[0]
     return torch.cat(outputs).index_select(0, pieces.places)[None], None
 
 
