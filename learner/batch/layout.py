@@ -224,8 +224,8 @@ class Layout:
 class Gather(NamedTuple):
     """Which of N rows to take, some of them several times: prompts, once for each completion."""
 
-    index: Tensor  # [M] int64
-    uses: list[tuple[Tensor, Tensor]]  # rows [R] that are taken U times, and their places [U, R] in `index`; for each U
+    taken: Tensor  # [M] int64, indices of rows
+    uses: list[tuple[Tensor, Tensor]]  # rows [R] that are taken U times, and their places [U, R] in `taken`; for each U
 
     def of(self, rows: Tensor) -> Tensor:
         """Returns [M, ...] of [N, ...]; differentiable once.
@@ -233,24 +233,24 @@ class Gather(NamedTuple):
         The gradient of a row is summed in float32, in the order of the places. The backward pass of index_select would
         add in the dtype of the rows, so that the error of a prompt's gradient grows with the number of completions, and
         on a card in another order each time."""
-        taken: Tensor = _Gathered.apply(rows, self)  # type: ignore[no-untyped-call]
-        return taken
+        found: Tensor = _Gathered.apply(rows, self)  # type: ignore[no-untyped-call]
+        return found
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: Gather) -> Tensor:
         ctx.count, ctx.uses = len(rows), gather.uses
-        return rows.index_select(0, gather.index)
+        return rows.index_select(0, gather.taken)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         to_rows = grad.new_zeros(ctx.count, *grad.shape[1:])
         for rows, places in ctx.uses:
-            taken = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
+            slopes = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
             exact = torch.promote_types(grad.dtype, torch.float32)
-            total = taken[0] if len(taken) == 1 else taken.sum(0, dtype=exact).to(grad.dtype)
+            total = slopes[0] if len(slopes) == 1 else slopes.sum(0, dtype=exact).to(grad.dtype)
             to_rows.index_copy_(0, rows, total)
         return to_rows, None
 

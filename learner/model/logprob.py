@@ -15,7 +15,9 @@ If the head is trained, its gradient is a sum over tokens of terms too large to 
 logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T. This takes four matrix products.
 """
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -23,6 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+log = logging.getLogger("learner")
 
 # The function f of some models: f(r) = scale r, or with a cap f(r) = cap tanh(scale r / cap). Granite and Cohere scale;
 # Gemma 2 caps (2408.00118, section 2: "logit soft-capping").
@@ -125,6 +129,7 @@ def check_ids(head: Tensor, highest: int) -> None:
 # Tokens and vocabulary entries of a tile, whose float32 logits take 16 MiB on a CPU and 64 MiB on a GPU. Each tile of
 # tokens reads the whole head twice: with 512 tokens, reading would take an H100 half as long again as the products.
 TOKEN_TILE, CARD_TOKEN_TILE, VOCAB_TILE = 512, 2048, 8192
+LONGEST_ROW = 16384  # logits that a program of the kernel holds in registers
 
 
 class _How(NamedTuple):
@@ -135,11 +140,16 @@ class _How(NamedTuple):
     token_tile: int
     vocab_tile: int
     cuda: bool
+    kernel: bool  # whether Triton's kernel takes the tiles
 
     @classmethod
-    def on(cls, cuda: bool, logits: Logits, temperature: float, token_tile: int | None, vocab_tile: int) -> "_How":
-        """Chooses the tile of tokens by the device where `token_tile` is None."""
-        return cls(logits, temperature, token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE), vocab_tile, cuda)
+    def on(cls, hidden: Tensor, logits: Logits, temperature: float, token_tile: int | None, vocab_tile: int) -> "_How":
+        """Chooses by the device of `hidden`; the tile of tokens where it is None."""
+        cuda = hidden.is_cuda
+        kernel = cuda and vocab_tile <= LONGEST_ROW and (hidden.is_meta or _kernel_agrees(hidden.device))
+        return cls(
+            logits, temperature, token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE), vocab_tile, cuda, kernel
+        )
 
 
 def policy_logprobs(
@@ -165,7 +175,7 @@ def policy_logprobs(
         vocab_tile: vocabulary entries of a tile.
     """
     kind = _TrainedHead if head.requires_grad else _FrozenHead
-    how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
+    how = _How.on(hidden, logits, temperature, token_tile, vocab_tile)
     logprobs, entropy = kind.apply(hidden, head, targets, how)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -182,7 +192,7 @@ def token_logprobs(
     vocab_tile: int = VOCAB_TILE,
 ) -> Float[Tensor, " N"]:
     """Returns float32 logprobs (nats) without a gradient, by one matrix product; for arguments see policy_logprobs."""
-    how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
+    how = _How.on(hidden, logits, temperature, token_tile, vocab_tile)
     return _folded(hidden, head, targets, how, "logprob")
 
 
@@ -199,7 +209,7 @@ def token_entropies(
 ) -> Float[Tensor, " N"]:
     """Returns float32 entropies (nats) of the distributions that the states predict, at the cost of token_logprobs; for
     arguments see policy_logprobs."""
-    how = _How.on(hidden.is_cuda, logits, temperature, token_tile, vocab_tile)
+    how = _How.on(hidden, logits, temperature, token_tile, vocab_tile)
     return _folded(hidden, head, targets, how, "entropy")
 
 
@@ -287,6 +297,19 @@ class _Fold(NamedTuple):
     mean_row: Float[Tensor, "n H"]  # p W; with a cap (p f'(r) / scale) W; H = 0 where it is not wanted
 
 
+class _Sums(NamedTuple):
+    """Sums over the vocabulary, all float32 [n], which each of its tiles changes in place."""
+
+    top: Tensor  # greatest logit until now
+    total: Tensor  # sum of exp(z - top)
+    spread: Tensor  # sum of exp(z - top) (z - top)
+
+    @classmethod
+    def of(cls, n: int, device: torch.device) -> "_Sums":
+        lowest = torch.full((n,), torch.finfo(torch.float32).min, device=device)
+        return cls(lowest, torch.zeros(n, device=device), torch.zeros(n, device=device))
+
+
 def _fold(
     hidden: Float[Tensor, "n H"], head: Float[Tensor, "V H"], targets: Int[Tensor, " n"], how: _How, want: str
 ) -> _Fold:
@@ -295,35 +318,153 @@ def _fold(
     `want`: logprob, entropy or mean_row. The logprob is always computed; the entropy also with mean_row if there is a
     cap. Other fields must not be read.
     """
-    n = len(hidden)
-    top = torch.full((n,), torch.finfo(torch.float32).min, device=hidden.device)
-    total, spread = (torch.zeros(n, device=hidden.device) for _ in range(2))
-    mean = torch.zeros(n, hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
-    bent = want == "mean_row" and how.logits.cap is not None
+    sums = _Sums.of(len(hidden), hidden.device)
+    mean = torch.zeros(len(hidden), hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
     starts = torch.arange(0, len(head), how.vocab_tile, device=hidden.device)
     places, inside = _within(targets, starts, how.vocab_tile)
     labels = []
+    take = _take_by_kernel if how.kernel else _take
     for place, words in zip(torch.split(places, 1, 1), _tiles(len(head), how.vocab_tile), strict=True):
         weight = _operand(head[words], how)
-        logits = how.logits.of_(_product(hidden, weight.t(), how), how.temperature)
+        products = _product(hidden, weight.t(), how)
         # The target's logit is taken from the product that enters the sum, so that rounding errors cancel.
-        labels.append(logits.gather(1, place))
-        higher = torch.maximum(top, logits.amax(-1))
-        lift = top - higher
-        decay = lift.exp()
-        logits.sub_(higher[:, None])
-        weights = logits.exp() if want == "entropy" or bent else logits.exp_()
-        if want == "entropy" or bent:  # total sums exp(z - top), spread sums exp(z - top) (z - top)
-            spread.addcmul_(lift, total).mul_(decay).add_(torch.linalg.vecdot(logits, weights))
-        total.mul_(decay).add_(weights.sum(-1))
-        if bent:
-            weights.mul_(how.logits.bend_(logits.add_(higher[:, None]), how.temperature))
-        if want == "mean_row":
-            mean.mul_(decay[:, None]).add_(_product(weights.to(head.dtype), weight, how))
-        top = higher
-        del logits, weights, weight  # freed before the next tile is allocated
+        label, decay, weights = take(products, place, sums, how, want, head.dtype)
+        labels.append(label)
+        del products  # freed before the next tile is allocated
+        if weights is not None:
+            torch.addcmul(_product(weights, weight, how), mean, decay[:, None], out=mean)
+        del weight, weights
+    top, total, spread = sums
     log_total, label = total.log(), torch.where(inside, torch.cat(labels, 1), 0.0).sum(1)
     return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
+
+
+Taken = tuple[Tensor, Tensor, Tensor | None]  # targets' logits [n, 1]; exp(old top - new top) [n]; weights [n, W]
+
+
+def _take(
+    products: Float[Tensor, "n W"], place: Int[Tensor, "n 1"], sums: _Sums, how: _How, want: str, dtype: torch.dtype
+) -> Taken:
+    """Adds a tile of W words to the sums. products: head @ hidden, which is overwritten. place: that of each token's
+    target in this tile. The weights, in this dtype, are exp(z - top), with a cap times f'(r) / scale; only for
+    mean_row."""
+    top, total, spread = sums
+    bent = want == "mean_row" and how.logits.cap is not None
+    logits = how.logits.of_(products, how.temperature)
+    label = logits.gather(1, place)
+    higher = torch.maximum(top, logits.amax(-1))
+    lift = top - higher
+    decay = lift.exp()
+    logits.sub_(higher[:, None])
+    weights = logits.exp() if want == "entropy" or bent else logits.exp_()
+    if want == "entropy" or bent:
+        spread.addcmul_(lift, total).mul_(decay).add_(torch.linalg.vecdot(logits, weights))
+    total.mul_(decay).add_(weights.sum(-1))
+    if bent:
+        weights.mul_(how.logits.bend_(logits.add_(higher[:, None]), how.temperature))
+    top.copy_(higher)
+    return label, decay, weights.to(dtype) if want == "mean_row" else None
+
+
+# The same on a card by one Triton kernel, which reads a tile of products once and writes weights of 16 bits: 96 MiB for
+# 2048 tokens and 8192 words, where the operations of `_take` move 512. A program of the kernel has one token: its row
+# stays in registers.
+
+
+def _take_by_kernel(
+    products: Float[Tensor, "n W"], place: Int[Tensor, "n 1"], sums: _Sums, how: _How, want: str, dtype: torch.dtype
+) -> Taken:
+    """Does what `_take` does, on a card."""
+    scale, cap = how.logits.scale / how.temperature, (how.logits.cap or 0.0) / how.temperature
+    label, decay, weights = _take_tile(products, place, *sums, scale, cap, dtype if want == "mean_row" else None)
+    return label, decay, weights if want == "mean_row" else None
+
+
+@torch.library.custom_op("gleaner::take_tile", mutates_args=("top", "total", "spread"))
+def _take_tile(
+    products: Tensor, place: Tensor, top: Tensor, total: Tensor, spread: Tensor, scale: float, cap: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The logits are scale r, or cap tanh(scale r / cap) with a cap that is not 0. dtype: that of the weights, None:
+    there are none."""
+    label, decay, weights = _meta_take_tile(products, place, top, total, spread, scale, cap, dtype)
+    width = products.shape[1]
+    block = 1 << (width - 1).bit_length()
+    _kernel()[(len(products),)](
+        products, place, top, total, spread, label, decay, weights, width, place.stride(0), scale, cap,
+        CAPPED=cap != 0.0, WEIGHTED=dtype is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return label, decay, weights
+
+
+@_take_tile.register_fake
+def _meta_take_tile(
+    products: Tensor, place: Tensor, top: Tensor, total: Tensor, spread: Tensor, scale: float, cap: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    weights = products.new_empty(products.shape if dtype is not None else (0,), dtype=dtype)
+    return products.new_empty(len(place), 1), torch.empty_like(top), weights
+
+
+@cache
+def _kernel() -> Any:
+    """Returns Triton's kernel. Triton is imported here, since it is there only with a GPU."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def take(  # type: ignore[no-untyped-def]
+        products, place, top, total, spread, label, decay, weights, width, step, scale, cap,
+        CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        words = tl.arange(0, BLOCK)
+        own = tl.load(products + row * width + words, mask=words < width, other=0.0) * scale
+        target = tl.load(products + row * width + tl.load(place + row * step)) * scale
+        if CAPPED:  # tanh(x) = 2 sigmoid(2 x) - 1
+            own = cap * (2 * tl.sigmoid(2 * own / cap) - 1)
+            target = cap * (2 * tl.sigmoid(2 * target / cap) - 1)
+        tl.store(label + row, target)
+        logits = tl.where(words < width, own, float("-inf"))
+        before, sum_before = tl.load(top + row), tl.load(total + row)
+        higher = tl.maximum(before, tl.max(logits, 0))
+        lift = before - higher
+        fall = tl.exp(lift)
+        found = tl.exp(logits - higher)
+        over = tl.where(words < width, own - higher, 0.0)
+        tl.store(top + row, higher)
+        tl.store(decay + row, fall)
+        tl.store(spread + row, (tl.load(spread + row) + lift * sum_before) * fall + tl.sum(found * over, 0))
+        tl.store(total + row, sum_before * fall + tl.sum(found, 0))
+        if WEIGHTED:
+            if CAPPED:
+                found *= 1 - (own / cap) * (own / cap)
+            tl.store(weights + row * width + words, found.to(weights.dtype.element_ty), mask=words < width)
+
+    return take
+
+
+@cache
+def _kernel_agrees(device: torch.device) -> bool:
+    """Tries on a card whether the kernel does what `_take` does, and tells if it does not."""
+    random = torch.Generator(device).manual_seed(0)
+    place = torch.randint(0, 300, (4, 1), device=device, generator=random)
+    for logits in (PLAIN, Logits(0.5, 3.0)):
+        products = torch.randn(4, 300, device=device, generator=random) * 10
+        how = _How(logits, 0.7, 4, 300, True, True)
+        found, wanted = (_Sums(*(torch.full((4,), x, device=device) for x in (2.0, 3.0, 0.5))) for _ in range(2))
+        try:
+            own: list[Any] = [*_take_by_kernel(products, place, found, how, "mean_row", torch.float32), *found]
+        except Exception as error:  # Triton may raise any exception
+            log.warning("the head's kernel: not used, torch's operations are: %s: %s", type(error).__name__, error)
+            return False
+        others: list[Any] = [*_take(products, place, wanted, how, "mean_row", torch.float32), *wanted]
+        if how.logits.cap is None:
+            own.pop(), others.pop()  # the spread is not asked for
+        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(own, others, strict=True)):
+            log.warning("the head's kernel: not used, torch's operations are: it computes something else here")
+            return False
+    return True
 
 
 def _within(

@@ -21,12 +21,12 @@ def layout_of(completions: int) -> Layout:
 @pytest.mark.parametrize("completions", [4, 16, 64])
 def test_the_gradient_of_a_shared_prompt_is_rounded_once(completions: int) -> None:
     keys = layout_of(completions).ragged(CPU).keys
-    slopes = torch.randn(len(keys.index), 2, 8, generator=torch.Generator().manual_seed(completions)).bfloat16()
+    slopes = torch.randn(len(keys.taken), 2, 8, generator=torch.Generator().manual_seed(completions)).bfloat16()
     rows = torch.zeros(PROMPT + completions * COMPLETION, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     found = torch.autograd.grad(keys.of(rows), rows, slopes)[0]
-    exact = torch.zeros(rows.shape, dtype=torch.float64).index_add_(0, keys.index, slopes.double())
+    exact = torch.zeros(rows.shape, dtype=torch.float64).index_add_(0, keys.taken, slopes.double())
     one_by_one = torch.zeros_like(found)  # a card's index_add, in one of its orders
-    for row, slope in zip(keys.index.tolist(), slopes, strict=True):
+    for row, slope in zip(keys.taken.tolist(), slopes, strict=True):
         one_by_one[row] += slope
     assert torch.equal(found, exact.bfloat16())
     assert torch.equal(found[PROMPT:], one_by_one[PROMPT:])
