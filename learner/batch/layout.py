@@ -225,7 +225,8 @@ class Gather(NamedTuple):
     """Which of N rows to take, some of them several times: prompts, once for each completion."""
 
     taken: Tensor  # [M] int64, indices of rows
-    uses: list[tuple[Tensor, Tensor]]  # rows [R] that are taken U times, and their places [U, R] in `taken`; for each U
+    first: Tensor  # [N] int64, a place of each row in `taken`; any for a row that is not taken
+    uses: list[tuple[Tensor, Tensor]]  # rows [R] that are taken U times, and their places [U, R]; for each U but 1
 
     def of(self, rows: Tensor) -> Tensor:
         """Returns [M, ...] of [N, ...]; differentiable once.
@@ -240,31 +241,32 @@ class Gather(NamedTuple):
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gather: Gather) -> Tensor:
-        ctx.count, ctx.uses = len(rows), gather.uses
+        ctx.gather = gather
         return rows.index_select(0, gather.taken)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        to_rows = grad.new_zeros(ctx.count, *grad.shape[1:])
-        for rows, places in ctx.uses:
+        gather: Gather = ctx.gather
+        to_rows = grad.index_select(0, gather.first)
+        for rows, places in gather.uses:
             slopes = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
-            exact = torch.promote_types(grad.dtype, torch.float32)
-            total = slopes[0] if len(slopes) == 1 else slopes.sum(0, dtype=exact).to(grad.dtype)
-            to_rows.index_copy_(0, rows, total)
+            to_rows.index_copy_(0, rows, slopes.sum(0))  # torch sums 16 bits in float32
         return to_rows, None
 
 
-def _gather(index: npt.NDArray[np.int64], device: torch.device) -> Gather:
-    counts = np.bincount(index)
-    places = np.argsort(index, kind="stable")  # row by row
+def _gather(taken: npt.NDArray[np.int64], count: int, device: torch.device) -> Gather:
+    """taken: at least one. count: N."""
+    counts = np.bincount(taken, minlength=count)
+    places = np.argsort(taken, kind="stable")  # row by row
     begins = counts.cumsum() - counts
     uses = []
-    for count in np.unique(counts[counts > 0]):
-        rows = np.flatnonzero(counts == count)
-        uses.append((rows, places[begins[rows] + np.arange(count)[:, None]]))
+    for number in set(counts.tolist()) - {1}:
+        rows = np.flatnonzero(counts == number)
+        uses.append((rows, places[begins[rows] + np.arange(number)[:, None]]))
+    first = places[np.minimum(begins, len(taken) - 1)]
     moved = [(torch.from_numpy(rows).to(device), torch.from_numpy(own).to(device)) for rows, own in uses]
-    return Gather(torch.from_numpy(index).to(device), moved)
+    return Gather(torch.from_numpy(taken).to(device), torch.from_numpy(first).to(device), moved)
 
 
 class Ragged(NamedTuple):
@@ -314,7 +316,13 @@ def _ragged(segments: list[Segment], device: torch.device) -> Ragged:
     widths = queries + np.array([s.prefix_stop - s.prefix_start for s in segments])
     ends = (np.concatenate([[0], lengths.cumsum()]).astype(np.int32) for lengths in (queries, widths))
     query_ends, key_ends = (torch.from_numpy(values).to(device) for values in ends)
-    return Ragged(_gather(np.concatenate(keys), device), query_ends, key_ends, int(queries.max()), int(widths.max()))
+    return Ragged(
+        _gather(np.concatenate(keys), segments[-1].stop, device),
+        query_ends,
+        key_ends,
+        int(queries.max()),
+        int(widths.max()),
+    )
 
 
 class Preceded(NamedTuple):
@@ -335,7 +343,9 @@ def _preceded(segments: list[Segment], before: int, device: torch.device) -> Pre
         begin += before
         own.append(np.arange(begin, begin + stop - start))
         begin += stop - start
-    return Preceded(_gather(np.concatenate(places), device), torch.from_numpy(np.concatenate(own)).to(device))
+    return Preceded(
+        _gather(np.concatenate(places), nothing + 1, device), torch.from_numpy(np.concatenate(own)).to(device)
+    )
 
 
 # Segments of different lengths are computed in batches of pieces. A batch ends where no more than this share of its
@@ -358,7 +368,7 @@ class Pieces(NamedTuple):
     places: Tensor  # [N] int64, index in `order` of each token of the row
     whole: list[Size]  # the batches of segments without a prefix
     following: list[Size]  # the batches of segments with a prefix
-    owners: Gather  # for each segment with a prefix that prefix, among those without
+    owners: Gather | None  # for each segment with a prefix that prefix, among those without; None: there are none
 
 
 def _pieces(segments: list[Segment], chunk: int, device: torch.device) -> Pieces:
@@ -379,9 +389,10 @@ def _pieces(segments: list[Segment], chunk: int, device: torch.device) -> Pieces
     places = np.empty(nothing, np.int64)
     places[order[real]] = real
     numbers = {own[:2]: number for number, own in enumerate(whole)}
-    owners = np.array([numbers[own[2:]] for own in following], np.int64)
+    owners = [numbers[own[2:]] for own in following]
+    gather = _gather(np.array(owners, np.int64), len(whole), device) if owners else None
     of_order, of_places = (torch.from_numpy(values).to(device) for values in (order, places))
-    return Pieces(of_order, of_places, sizes[0], sizes[1], _gather(owners, device))
+    return Pieces(of_order, of_places, sizes[0], sizes[1], gather)
 
 
 def _cuts(lengths: Sequence[int], chunk: int) -> Iterator[tuple[int, int, int]]:

@@ -147,7 +147,7 @@ def _delta_rule(
     sizes = [*pieces.whole, *pieces.following]
     parts = zip(*(_split(x, pieces.order, sizes) for x in (query, key, value, g, beta)), strict=True)
     outputs, states = _through(rule, parts, len(pieces.whole), None)
-    if pieces.following:
+    if pieces.owners is not None:
         outputs += _through(rule, parts, len(pieces.following), pieces.owners.of(states))[0]
     return torch.cat(outputs).index_select(0, pieces.places)[None], None
 

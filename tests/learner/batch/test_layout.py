@@ -37,7 +37,7 @@ def test_the_gradient_of_a_shared_prompt_is_rounded_once(completions: int) -> No
 
 @given(index=st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_rows_may_be_taken_any_number_of_times(index: list[int]) -> None:
-    gather = _gather(torch.tensor(index).numpy(), CPU)
+    gather = _gather(torch.tensor(index).numpy(), 11, CPU)
     rows = torch.randn(11, 2, dtype=torch.float64, requires_grad=True)
     found, wanted = gather.of(rows), rows[index]
     assert torch.equal(found, wanted)

@@ -165,6 +165,7 @@ def test_pieces_end_at_whole_chunks_where_a_quarter_of_a_batch_has_ended() -> No
     pieces = layout.pieces(64, torch.device("cpu"))
     assert pieces.whole == [(1, 10)]
     assert pieces.following == [(9, 128), (2, 172)]
+    assert pieces.owners is not None
     assert pieces.owners.taken.tolist() == [0] * 9
     assert len(pieces.order) == 10 + 9 * 128 + 2 * 172
     assert pieces.order[pieces.places].tolist() == list(range(layout.segments[-1].stop))
