@@ -224,10 +224,12 @@ smoke: setup
 	@if [ $(DEVICE) = cpu ]; then rm -f build/rehearsal/smoke-*.json; fi
 	$(BIN)/pytest -m gpu -p no:cacheprovider --device $(DEVICE) tests/gpu
 
-# Where a card's seconds go, in order of value, in a call of nine minutes; the same command goes on.
+# Where a card's seconds go, in order of value: what fits into nine minutes; the same command goes on. RIVALS=build/rivals
+# also measures TRL (benchmarks/gpu/card.py says how it is installed).
+RIVALS ?=
 card: setup
 	@if [ $(DEVICE) = cpu ]; then rm -rf build/rehearsal; fi
-	PYTHONPATH=$$PWD$${RIVALS:+:$$RIVALS} $(BIN)/python -m benchmarks.gpu.card --device $(DEVICE) \
+	PYTHONPATH=$$PWD$(if $(RIVALS),:$(RIVALS)) $(BIN)/python -m benchmarks.gpu.card --device $(DEVICE) \
 	    $$([ $(DEVICE) = cpu ] && echo --tiny) $(ARGS)
 
 # What we use of vLLM, torch, Ray, bitsandbytes and Liger, as each version has it: tests/contracts/*.json.

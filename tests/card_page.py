@@ -8,7 +8,7 @@ from cluster.memory.plan import USABLE, Wish, Workload
 from cluster.memory.search import least
 from cluster.memory.shape import GB, SHAPES, SPARSE, Shape
 from learner.driver import memory
-from learner.tools.plan import METHODS, methods
+from learner.tools.plan import METHODS, longest, methods
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "cards.md"
 CARDS = {"8 GB": "8", "12 GB": "12", "16 GB": "16", "24 GB": "24", "40 GB": "40", "80 GB": "80"}
@@ -31,6 +31,28 @@ TABLE = re.compile(r"^\| model \| 8 GB .*?\n(?=\n)", re.DOTALL | re.MULTILINE)
 
 
 SPARSE_TABLE = re.compile(r"^\| model \| billions .*?\n(?=\n)", re.DOTALL | re.MULTILINE)
+
+
+# 8 completions; the least that both roles take, one base for both or two.
+LONGEST = ("Llama-3.2-1B", "Qwen3-4B", "Llama-3.1-8B")
+LONGEST_CARDS = ("12", "16", "24", "48", "80")
+LONGEST_TABLE = re.compile(r"^\| model \| 12 GB .*?\n(?=\n)", re.DOTALL | re.MULTILINE)
+
+
+def longest_table() -> str:
+    """Tokens of the longest prompt and completion in thousands, by recomputation of all layers, and offloaded."""
+    sizes = [memory.card_size(name).bytes for name in LONGEST_CARDS]
+    lines = [f"| model | {' GB | '.join(LONGEST_CARDS)} GB |", f"|---|{'---|' * len(LONGEST_CARDS)}"]
+    for name in LONGEST:
+        shape, work = SHAPES[name], Workload(generations=8, prompt=1024, sequences=1, adapters=2)
+        wishes = [Wish(base="nf4", checkpointing="full", shared=shared) for shared in (True, False)]
+        cells = []
+        for size in sizes:
+            ways = (wishes, [replace(wish, offload=True) for wish in wishes])
+            both = [(work.prompt + longest(shape, size, work, way)) / 1000 for way in ways]
+            cells.append(f"{both[0]:.0f}k, {both[1]:.0f}k")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _first(needs: dict[str, int], card: int) -> str:
@@ -73,4 +95,5 @@ def sparse_table() -> str:
 
 if __name__ == "__main__":
     text = TABLE.sub(table(), DOCUMENT.read_text())
-    DOCUMENT.write_text(SPARSE_TABLE.sub(sparse_table(), text))
+    text = SPARSE_TABLE.sub(sparse_table(), text)
+    DOCUMENT.write_text(LONGEST_TABLE.sub(longest_table(), text))

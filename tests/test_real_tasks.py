@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,7 +114,8 @@ def test_no_word_problem_has_numbers_wording_name_or_thing_of_training() -> None
     assert not pairs & later
     assert (len(pairs), len(later)) == (36 - word_problems.HELD_PAIRS, word_problems.HELD_PAIRS)
     for wordings in word_problems.OPERATIONS.values():
-        assert not set(wordings.wordings) & set(wordings.held_wordings)
+        for other in wordings.held_wordings:  # the nearest two are at 0.84
+            assert max(SequenceMatcher(None, other, one).ratio() for one in wordings.wordings) < 0.85
     assert not [word for word in (*word_problems.HELD_NAMES, *word_problems.HELD_THINGS) if word in prompts]
 
 

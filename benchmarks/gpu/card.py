@@ -1,8 +1,9 @@
 """Where a card's seconds go, in order of value: what a lease of a few minutes should measure first.
 
-    make card                    all rows, in one call of nine minutes; the same command goes on
-    make card DEVICE=cpu         the rehearsal: every row on a small model, as far as a CPU can do it
-    PYTHONPATH=. python -m benchmarks.gpu.card --only d- --minutes 5
+    make card                            what fits into nine minutes; the same command goes on
+    make card DEVICE=cpu                 the rehearsal: every row on a small model, as far as a CPU can do it
+    make card ARGS="--only d- --minutes 5"
+    pip install --no-deps --target build/rivals -r benchmarks/requirements.txt && make card RIVALS=build/rivals
 
     a  the machine: processor, microseconds to start an operation, rates of products and of memory
     b  the head on 4096 tokens: by Triton's kernel, by torch's operations, and with all logits at once
@@ -11,11 +12,11 @@
     e  the learner's step of the 8B in 4 bits, as the planner would have it on 24 GiB
     f  vLLM's step with an adapter: milliseconds for 64, 128 and 256 sequences
     g  the whole system: the 8B in 4 bits on 24 GiB, the 1B synchronous and one step ahead
-    h  beside TRL, whose vLLM shares the card: the same model, rows, LoRA and card; with Liger's loss and without
+    h  TRL, whose vLLM shares the card: the 1B with the same rows, LoRA and card as g
 
-Rows of f, g and h need vLLM, rows of g Ray, those of h TRL; without these they say so. Each row is a process of its own
-and a JSON under benchmarks/results/gpu/<card>-<date>/; rows that are there are not run again. At the end all of the
-folder but its runs is packed into <folder>.tar.gz.
+Rows of f, g and h need vLLM, rows of g Ray, h TRL (the last line above); without these they say so. A row is a process
+of its own and a JSON under benchmarks/results/gpu/<card>-<date>/; rows that are there are not run again, one that was
+cut off begins anew. All of the folder but its runs is packed into <folder>.tar.gz.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import tarfile
 import tempfile
 import time
@@ -36,17 +36,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor
 from torch._C._autograd import DeviceType
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.common import ROOT, as_table
 from benchmarks.gpu import system
-from benchmarks.gpu.learner import TINY, Watch
+from benchmarks.gpu.learner import TINY
 from benchmarks.gpu.model import group, make_trainer, steps
 from benchmarks.gpu.rows import Found, Missing, Row, conditions_of, measured, options_of
 from cluster.machine import processor
@@ -76,8 +75,15 @@ def rows(options: argparse.Namespace) -> list[Row]:
         Row("e-8b-nf4", partial(step, large, *nf4, tiny)),
         *(Row(f"f-engine-{count}", partial(engine, options, count)) for count in ((8,) if tiny else (64, 128, 256))),
         *whole(options),
-        *(Row(f"h-{way}", partial(beside_trl, options, way)) for way in ("gleaner", "gleaner-ahead", *TRL_WAYS)),
+        Row("h-trl", partial(trl, options)),
     ]
+
+
+def needs(*packages: str) -> None:
+    """Raises Missing for the first that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise Missing(f"{package} is not installed")
 
 
 def waited(device: str) -> None:
@@ -108,23 +114,20 @@ def peak_of(work: Callable[[], object], device: str) -> int | None:
 
 
 def machine(device: str) -> Found:
-    """Operations are started faster than they end only up to some number; hence the fastest thousand."""
+    """us_to_start: without waiting for the card."""
     small = torch.ones(1, device=device)
-
-    def start_thousand() -> None:
+    host = []
+    for _ in range(TURNS + 1):
+        waited(device)
+        started = time.perf_counter()
         for _ in range(1000):
             small.add_(1)
-
+        host.append(1e3 * (time.perf_counter() - started))
     size = 8192 if device == "cuda" else 512
-    dtype = torch.bfloat16
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     memory = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
-    started = time.perf_counter()
-    start_thousand()
-    host = time.perf_counter() - started
     return {
-        "processor": processor("model name"), "cores": os.cpu_count(),
-        "us_to_start": min(host, seconds_of(start_thousand, device)) * 1e3,
+        "processor": processor("model name"), "cores": os.cpu_count(), "us_to_start": min(host[1:]),
         "tflops": 2 * size**3 / seconds_of(lambda: a @ b, device) / 1e12,
         "GB_per_s": 2 * memory.numel() / seconds_of(lambda: memory.clone(), device) / 1e9,
     }  # fmt: skip
@@ -142,8 +145,11 @@ def head(size: tuple[int, int], way: str, device: str) -> Found:
     weight = torch.randn(vocab, width, device=device, dtype=dtype) * 0.02
     states = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, vocab, (tokens,), device=device)
-    if way == "kernel" and (device != "cuda" or not logprob._kernel_agrees(states.device)):
-        raise Missing("Triton's kernel needs a card")
+    if way == "kernel":
+        if device != "cuda":
+            raise Missing("Triton's kernel needs a card")
+        if not logprob._kernel_agrees(states.device, dtype, logprob.VOCAB_TILE):
+            raise RuntimeError("Triton's kernel failed its trial on this card, see the warning")
 
     def work() -> Tensor:
         if way == "naive":
@@ -184,8 +190,8 @@ def prompt(way: str, tiny: bool, device: str) -> Found:
 
 
 def step(shape: Shape, base: str, budget: int, checkpointing: str, tiny: bool, device: str) -> Found:
-    """A step on 8 groups of 8 completions of 786 tokens; then one under the profiler: microseconds in which the card
-    computes, and kernels."""
+    """A step on 8 groups of 8 completions of 786 tokens; then one under the profiler: seconds in which the card
+    computes, and kernels without copies."""
     lengths = (16, 24) if tiny else (256, 786)
     settings = {"checkpointing": checkpointing, "token_budget": budget, "lora": {"rank": 16, "alpha": 32}}
     learner = LearnerConfig.model_validate(settings)
@@ -197,6 +203,7 @@ def step(shape: Shape, base: str, budget: int, checkpointing: str, tiny: bool, d
             trainer._step(groups)
             waited(device)
         kernels = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+        kernels = [event for event in kernels if not event.name.startswith(("Memcpy", "Memset"))]
         found |= {"card_seconds": sum(one.device_time for one in kernels) / 1e6, "kernels": len(kernels)}
         named: dict[str, float] = {}
         for one in kernels:
@@ -206,10 +213,8 @@ def step(shape: Shape, base: str, budget: int, checkpointing: str, tiny: bool, d
 
 
 def engine(options: argparse.Namespace, count: int, device: str) -> Found:
-    """gleaner's engine on `count` completions at once, with an adapter: milliseconds of a step of vLLM, and those that
-    the host's processor computes in it."""
-    if find_spec("vllm") is None:
-        raise Missing("vllm is not installed")
+    """gleaner's engine on `count` completions at once, with an adapter: milliseconds of a step of vLLM."""
+    needs("vllm")
     from rollout.vllm.environment import required_env
 
     os.environ |= required_env(cuda=device == "cuda")
@@ -229,7 +234,7 @@ def engine(options: argparse.Namespace, count: int, device: str) -> Found:
 
     async def sampled() -> int:
         groups = await asyncio.gather(
-            *(ours.generate([5 + i] * (length // 2), Sampling(n=8, max_tokens=length // 2, seed=i, temperature=1.0))
+            *(ours.generate([5 + i] * (length // 2), Sampling(n=8, max_tokens=length // 2, seed=8 * i, temperature=1.0))
               for i in range(count // 8))
         )  # fmt: skip
         return max(len(one.token_ids) for group in groups for one in group)
@@ -237,10 +242,9 @@ def engine(options: argparse.Namespace, count: int, device: str) -> Found:
     async def run() -> Found:
         await ours.load_adapter(adapter_of(folder))
         await sampled()
-        started, host = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        started = time.perf_counter()
         steps = await sampled()
-        seconds, busy = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_utime - host
-        return {"ms": 1e3 * seconds / steps, "host_ms": 1e3 * busy / steps, "steps": steps}
+        return {"ms": 1e3 * (time.perf_counter() - started) / steps, "steps": steps}
 
     return asyncio.run(run())
 
@@ -261,9 +265,9 @@ def adapter_of(model: Path) -> Any:
 
 def whole(options: argparse.Namespace) -> list[Row]:
     """The 1B with micro-batches by the planner; the 8B in 4 bits with everything by the planner."""
-    run = partial(system.system, options)
+    run = partial(of_system, options)
     if options.tiny:
-        return [Row("g-tiny", partial(run, system.TINY, 3, REHEARSED))]
+        return [Row("g-tiny", partial(run, system.TINY, 3, ["memory.device=3GiB", "model.dtype=float32"]))]
     small, large = SHAPES["Llama-3.2-1B"], SHAPES["Llama-3.1-8B"]
     capped = ["memory.device=24GiB", "model.base=nf4"]
     return [
@@ -273,51 +277,58 @@ def whole(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-REHEARSED = ["memory.device=3GiB", "model.dtype=float32"]
-TRL_WAYS = "trl", "trl-liger"
+SAMPLES = 64  # completions of a step
 
 
-def beside_trl(options: argparse.Namespace, way: str, device: str) -> Found:
-    """Samples a second of 64 completions a step; gleaner's from its metrics, TRL's by the clock, from the third step.
-    TRL is set as gleaner is: bfloat16 weights, one update a batch, no KL, micro-batches of eight completions."""
+def of_system(options: argparse.Namespace, shape: Shape, steps: int, settings: list[str], device: str) -> Found:
+    needs("vllm", "ray")
+    found = system.system(options, shape, steps, settings, device)
+    return found | {"samples_per_s": SAMPLES / found["time/step"]}
+
+
+def trl(options: argparse.Namespace, device: str) -> Found:
+    """Mean of the steps after the second. As gleaner is set: bfloat16 weights, one update a batch, no KL, micro-batches
+    of eight completions; otherwise as TRL comes, its correction for what vLLM's logprobs differ included."""
+    needs("trl", "datasets", *(["vllm"] if device == "cuda" else []))
     shape = system.TINY if options.tiny else SHAPES["Llama-3.2-1B"]
-    if way.startswith("gleaner"):
-        placed = REHEARSED if options.tiny else [*system.SLICES, "memory.device=76GiB"]
-        ahead = ["max_staleness=1"] if way.endswith("ahead") else []
-        found = system.system(options, shape, 8, [*placed, *ahead], device)
-        return found | {"samples_per_s": 64 / found["time/step"]}
-    for package in ("trl", *(["liger_kernel"] if way.endswith("liger") else [])):
-        if find_spec(package) is None:
-            raise Missing(f"{package} is not installed")
-    folder = system.model(options, shape)
-    watch = Watch(device)
+    watch, folder = Ends(device), system.model(options, shape)
     with tempfile.TemporaryDirectory() as out:
-        trl_trainer(folder, out, liger=way.endswith("liger"), watch=watch, tiny=options.tiny, device=device).train()
-    seconds = float(np.median(watch.seconds[2:]))
+        trl_trainer(folder, out, watch=watch, tiny=options.tiny, device=device).train()
+    seconds = (watch.ends[-1] - watch.ends[1]) / (len(watch.ends) - 2)
     peak = torch.cuda.max_memory_reserved() if device == "cuda" else None
-    return {"time/step": seconds, "samples_per_s": 64 / seconds, "reserved": peak}
+    return {"time/step": seconds, "samples_per_s": SAMPLES / seconds, "reserved": peak}
 
 
-def trl_trainer(folder: Path, out: str, *, liger: bool, watch: Watch, tiny: bool, device: str) -> Any:
+class Ends(TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self, device: str) -> None:
+        self.ends: list[float] = []
+        self._device = device
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        waited(self._device)
+        self.ends.append(time.perf_counter())
+
+
+def trl_trainer(folder: Path, out: str, *, watch: TrainerCallback, tiny: bool, device: str) -> Any:
     """GRPOTrainer with vLLM in its own process, on a card; on a CPU with transformers' generate."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     cuda, length = device == "cuda", 24 if tiny else 786
     shared = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.45} if cuda else {}
-    rows = [
-        json.loads(line) for line in (ROOT / "examples" / "gsm8k" / "train-sample.jsonl").read_text().splitlines()[:64]
-    ]
+    rows = [json.loads(line) for line in (ROOT / "examples" / "gsm8k" / "train-sample.jsonl").read_text().splitlines()]
     settings = GRPOConfig(
         output_dir=out, max_steps=4 if tiny else 8, per_device_train_batch_size=8, gradient_accumulation_steps=8,
         num_generations=8, max_completion_length=length, temperature=1.0, beta=0.0, learning_rate=1e-6,
         model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"}, bf16=cuda, use_cpu=not cuda,
-        gradient_checkpointing=False, use_liger_kernel=liger, logging_strategy="no", save_strategy="no", report_to=[],
-        disable_tqdm=True, **shared,
+        gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+        **shared,
     )  # fmt: skip
     return GRPOTrainer(
         model=str(folder), reward_funcs=[even_share], args=settings, callbacks=[watch],
-        train_dataset=Dataset.from_list([{"prompt": row["question"]} for row in rows]),
+        train_dataset=Dataset.from_list([{"prompt": row["question"]} for row in rows[:SAMPLES]]),
         processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=list(LINEAR), task_type="CAUSAL_LM"),
     )  # fmt: skip
@@ -348,11 +359,19 @@ def packed(folder: Path) -> Path:
     return archive
 
 
+# Rows that hold a learner and nothing else. vLLM, and a run's driver, have their own.
+OF_LEARNER = ("b-", "c-", "d-", "e-")
+
+
 def main() -> None:
     options = options_of(__doc__, MINUTES)
-    os.environ.update(ALLOCATOR)  # as the learner of a run has it on a card; of the rows' processes
-    measured("benchmarks.gpu.card", options, rows(options), report)
+    if (options.row or "").startswith(OF_LEARNER):
+        os.environ.update(ALLOCATOR)  # as the learner of a run has it on a card
+    planned = rows(options)
+    measured("benchmarks.gpu.card", options, planned, report)
     if not options.row:
+        files = [file for row in planned if (file := options.folder / f"{row.name}.json").exists()]
+        (options.folder / "card.md").write_text(report({file.stem: json.loads(file.read_text()) for file in files}))
         print(packed(options.folder))
 
 

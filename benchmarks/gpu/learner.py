@@ -211,7 +211,7 @@ def theirs(shape: Shape, work: Workload, count: int, device: str) -> Found:
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     adapter = LoraConfig(r=16, lora_alpha=32, target_modules=list(LINEAR), task_type="CAUSAL_LM")
-    watch, rows = Watch(device), _given(shape, work, device)
+    watch, rows = _Watch(device), _given(shape, work, device)
     with tempfile.TemporaryDirectory() as folder:
         trl_trainer(
             get_peft_model(model, adapter), rows, 4, count + 2, watch, output_dir=folder, bf16=device == "cuda",
@@ -237,7 +237,7 @@ def _given(shape: Shape, work: Workload, device: str) -> dict[str, Any]:
     }
 
 
-class Watch(TrainerCallback):
+class _Watch(TrainerCallback):
     def __init__(self, device: str) -> None:
         self.seconds: list[float] = []
         self._device, self._started = device, 0.0

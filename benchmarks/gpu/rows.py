@@ -24,7 +24,7 @@ from benchmarks.common import LEARNER_PACKAGES, RESULTS, ROOT, conditions, parse
 
 Found = dict[str, Any]
 TOKENIZER = ROOT / "examples" / "tiny-gsm8k"
-KEPT = ("ok", "oom", "missing")  # a row that failed otherwise is tried again
+KEPT = ("ok", "oom")  # other rows are tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def folder_for(device: str, tiny: bool) -> Path:
 
 def told_of(device: str) -> dict[str, Any]:
     """benchmarks.common.conditions, and the card."""
-    told = conditions(LEARNER_PACKAGES)
+    told = conditions((*LEARNER_PACKAGES, "vllm", "ray", "bitsandbytes", "liger-kernel"))
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]

@@ -3,6 +3,8 @@ device by the code that trains, without a card.
 
     PYTHONPATH=. .venv/bin/python -m benchmarks.learner.launches            the rows of the result
     PYTHONPATH=. .venv/bin/python -m benchmarks.learner.launches Llama-3.2-1B --base nf4 --budget 6536
+    git worktree add build/before 44d996ef && PYTHONPATH=. .venv/bin/python -m benchmarks.learner.launches \\
+        --beside build/before                                           with the counts of another commit's code
 
 An operation counts if it is not a view: on a card each is a kernel or more. Its bytes are those of its inputs and
 outputs. Roofline: what the products need at the card's rate (cluster.memory.plan.CARDS), or what the bytes need,
@@ -12,7 +14,12 @@ whichever is longer, operation by operation.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -43,7 +50,8 @@ class Case(NamedTuple):
 CASES = (
     Case("Llama-3.2-1B", "none", "none", 8192), Case("Llama-3.2-1B", "none", "none", 16384),
     Case("Llama-3.2-1B", "nf4", "none", 8192), Case("Llama-3.1-8B", "none", "none", 8192),
-    Case("Llama-3.1-8B", "nf4", 24, 2048), Case("Llama-3.1-8B", "nf4", "full", 6536),
+    Case("Llama-3.2-1B", "nf4", "none", 16384), Case("Llama-3.1-8B", "nf4", 24, 2048),
+    Case("Llama-3.1-8B", "nf4", "full", 6536), Case("Qwen3-4B", "none", "none", 8192),
 )  # fmt: skip
 
 
@@ -112,6 +120,23 @@ def counted(case: Case, card: str) -> Count:
     return count
 
 
+def numbers(case: Case, card: str, most: int) -> dict[str, Any]:
+    """What is told of a case; `most`: operations that are named."""
+    count = counted(case, card)
+    return {"operations": count.launches.total(), "GB": count.moved.total() / 1e9, "TFLOP": count.products / 1e12,
+            "seconds": count.seconds, "names": count.launches.most_common(most)}  # fmt: skip
+
+
+def numbers_of(checkout: Path, case: Case, card: str) -> dict[str, Any]:
+    """The same by the code of another commit, in a process of its own."""
+    told = [case.shape, "--base", case.base, "--checkpointing", str(case.checkpointing), "--budget", str(case.budget)]
+    command = [sys.executable, __file__, *told, "--card", card, "--json"]
+    env = os.environ | {"PYTHONPATH": str(checkout.resolve())}
+    done = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("shape", nargs="?", choices=list(SHAPES), help="else the rows of the result")
@@ -120,27 +145,44 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--card", default="h100")
     parser.add_argument("--most", type=int, default=12, help="operations that are named")
+    parser.add_argument("--beside", type=Path, help="a checkout of another commit, whose code counts, too")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
-    options, told, rows = parse(), conditions(), []
+    options, rows = parse(), []
     kept = int(options.checkpointing) if options.checkpointing.isdigit() else options.checkpointing
     cases = CASES if options.shape is None else (Case(options.shape, options.base, kept, options.budget),)
+    if options.json:
+        print(json.dumps(numbers(cases[0], options.card, options.most)))
+        return
+    told = conditions()
     for case in cases:
-        count = counted(case, options.card)
-        launches, moved = count.launches.total(), count.moved.total()
-        rows.append([case.shape, case.base, str(case.checkpointing), str(case.budget), f"{launches:,}",
-                     f"{moved / 1e9:.0f}", f"{count.products / 1e12:.0f}", f"{count.seconds:.2f}"])  # fmt: skip
-        print(" | ".join(rows[-1]), *(f"\n    {name} {n}" for name, n in count.launches.most_common(options.most)))
+        count = numbers(case, options.card, options.most)
+        before = None if options.beside is None else numbers_of(options.beside, case, options.card)
+        both = [count] if before is None else [before, count]
+        own = [case.shape, case.base, str(case.checkpointing), str(case.budget)]
+        parts = {"operations": ",", "GB": ".0f", "TFLOP": ".0f", "seconds": ".2f"}
+        rows.append([*own, *(" -> ".join(f"{one[key]:{how}}" for one in both) for key, how in parts.items())])
+        print(" | ".join(rows[-1]), *(f"\n    {name} {n}" for name, n in count["names"]), flush=True)
     header = ["model", "base", "checkpointing", "tokens", "operations", "GB", "TFLOP", "s, roofline"]
     if options.shape is None:
         lengths = f"{GROUPS} groups of {GENERATIONS} completions of {COMPLETION} tokens, prompts of {PROMPT}"
         text = (
             f"# Operations of a step of the learner\n\n{as_table(header, rows)}\n\nLoRA r = 16, bfloat16, {lengths}; "
+            f"card: {options.card}. {_commit(options.beside)}\n\n"
+            f"Conditions: {under(told, 'counted on the meta device')}"
         )
-        text += f"card: {options.card}.\n\nConditions: {under(told, 'counted on the meta device')}"
         save("launches", {"conditions": told, "rows": rows}, text)
+
+
+def _commit(checkout: Path | None) -> str:
+    if checkout is None:
+        return ""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    name = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return f"Before the arrow: commit {name}."
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from cluster.memory.terms import (
     HEAD_ROWS,
     HEAD_ROWS_ON_CARD,
     HEAD_TILE,
-    HEAD_TILE_ON_CARD,
+    HEAD_TILES_ON_CARD,
     HEAD_TRAINED,
     KEPT_FEED,
     KEPT_MIXER,
@@ -104,7 +104,7 @@ class Learning:
     checkpointing: Checkpointing = "full"
     frozen_ranks: tuple[int, ...] = ()  # LoRA ranks of the adapters of the reference and of reward models
     reference: ReferenceKind = "none"  # a second set of weights; only with mode full
-    offload: bool = False  # whether checkpointing=full keeps the inputs of layers in host memory
+    offload: bool = False  # whether checkpointing=full keeps inputs of layers in host memory, and tiles dense MLPs
     cuda: bool = True
     value_rank: int = 0  # LoRA rank of PPO's value, an adapter on the same targets; 0: there is no value
     exact: bool = False  # learner.reduce: exact, which adds gradients in two float64 parts
@@ -346,6 +346,7 @@ LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
 WIDENED_ROWS = 1024  # learner.model.lora.TILE, which the driver cannot import: it loads no torch
 WINDOW_TILE = 512  # learner.model.attention.WINDOW_TILE, likewise
+MLP_TILE = 4096  # learner.model.policy.MLP_TILE, likewise
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
@@ -455,9 +456,13 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
     )
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
+    if learning.offload and layer.feed.experts is None:  # MLPs by tiles of tokens
+        tile = dict(values) | {"N": min(values["N"], MLP_TILE)}
+        feed, of_feed = (times * bytes_of(table, tile) for table in (KEPT_FEED, AGAIN_FEED))
+        of_feed += 2 * times * 3 * round(values["h"] * (values["N"] - tile["N"]))
     whole = mixer + max(feed + max(of_feed, norm, experts) + extra, of_mixer)
     alone = max(feed + max(of_feed_alone, experts) + extra, of_mixer)
-    head += bytes_of(HEAD_TILE_ON_CARD if learning.cuda else HEAD_TILE, values)
+    head += max(bytes_of(tile, values) for tile in (HEAD_TILES_ON_CARD if learning.cuda else (HEAD_TILE,)))
     head += HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0
     return LayerBytes(mixer, feed, whole, alone, max(head, last, alone - feed), head)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.memory.generator import kv_token_bytes
-from cluster.memory.learner import mlp_share
+from cluster.memory.learner import MLP_TILE, mlp_share
 from cluster.memory.plan import CARDS, CardKind, Plan, Wish, Workload
 from cluster.memory.shape import DTYPE_BYTES, Checkpointing, Shape
 
@@ -135,6 +135,8 @@ def _training(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates)
     shape, host, length = found.shape, ON_CARD if wish.cuda else ON_CPU, max(pace.length, 2.0)
     tokens, batches = micro_batches(found.token_budget, work, pace)
     again = _repeated(shape, found.checkpointing)
+    if wish.offload and found.token_budget > MLP_TILE:
+        again += mlp_share(shape)  # MLPs by tiles are computed a third time
     # Forward, backward by inputs and by weights.
     passes = ((2 if wish.mode == "lora" else 3) + again) * pace.updates + pace.further
     attended = 2 * shape.layers * shape.heads * shape.head_dim * (work.prompt + length / 2)

@@ -93,6 +93,7 @@ KEPT_FEED = (
 
 # What the backward pass of a block takes besides what its layer keeps, if the whole layer is recomputed.
 AGAIN_FEED = (
+    Term(2, "N h", "gradient of the layer's output"),
     Term(2, "N f", "gradient of the product; those of gate and up take their place"),
     Term(2, "N f keeps_gates", "gradients of gate and up, less what is freed; measured"),
     Term(2, "N h keeps_floats", "measured"),
@@ -111,6 +112,7 @@ AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind
     Term(1100, "N gemma", "measured"),
 )
 AGAIN_MIXER = (
+    Term(2, "N h", "gradient of the layer's output"),
     Term(8, "N q", "gradients of queries and output, and FlashAttention's float32 gradient of the queries"),
     Term(-4, "N h", "what is freed before; measured"),
     Term(-8, "N h gemma", "what is freed before of its further norms; measured"),
@@ -120,6 +122,7 @@ AGAIN_MIXER = (
     Term(26.7, "N state_keys", "the same; measured"),
 )
 AGAIN_EXPERTS = (  # another lower bound, where experts are wide
+    Term(2, "N h", "as above"),
     Term(6, "N chosen_f", "gradients of the product, of gate and of up"),
     Term(6, "N every_f", "the same of all experts, where each computes all tokens"),
     Term(-6, "N f dense_experts", "what its shared expert kept, freed before; measured"),
@@ -153,13 +156,19 @@ HEAD = (
 # A tile of the head has R completion tokens and 8192 words of the vocabulary; its bytes do not depend on the base's
 # type.
 HEAD_ROWS, HEAD_ROWS_ON_CARD = 512, 2048
-HEAD_TILE_ON_CARD = (
-    Term(6 * 8192, "R", "logits in float32, and their weights in 16 bits"),
-    Term(8, "R h", "the weighted sum of the head's rows, and what this tile adds to it, float32"),
+HEAD_TILES_ON_CARD = (  # the larger one
+    (
+        Term(6 * 8192, "R", "logits in float32, and their weights in 16 bits"),
+        Term(4, "R h", "the weighted sum of the head's rows, float32"),
+    ),
+    (
+        Term(2 * 8192, "R", "the weights, when the logits are freed"),
+        Term(8, "R h", "the weighted sum of the head's rows, and what this tile adds to it, float32"),
+    ),
 )
 HEAD_TILE = (
-    *HEAD_TILE_ON_CARD,
-    Term(4 * 8192, "R", "the weights in float32 again: no product of a CPU takes 16 bits and gives 32"),
+    Term(6 * 8192, "R", "the weights in 16 bits, and in float32: no product of a CPU takes 16 bits and gives 32"),
+    Term(8, "R h", "as on a card"),
     Term(4 * 8192, "h", "the head's rows in float32, for the same reason"),
 )
 HEAD_TRAINED = 8 * 8192  # times h: a tile of the head's gradient in float32, and the summand of a tile of tokens

@@ -231,9 +231,9 @@ class Gather(NamedTuple):
     def of(self, rows: Tensor) -> Tensor:
         """Returns [M, ...] of [N, ...]; differentiable once.
 
-        The gradient of a row is summed in float32, in the order of the places. The backward pass of index_select would
-        add in the dtype of the rows, so that the error of a prompt's gradient grows with the number of completions, and
-        on a card in another order each time."""
+        The gradient of a row is summed in float32, in an order that depends on shapes alone. The backward pass of
+        index_select would add in the dtype of the rows on a card, so that the error of a prompt's gradient grows with
+        the number of completions, and in another order each time."""
         found: Tensor = _Gathered.apply(rows, self)  # type: ignore[no-untyped-call]
         return found
 

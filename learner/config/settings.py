@@ -128,8 +128,8 @@ class LearnerConfig(Frozen):
     loss: LossConfig = LossConfig()
     checkpointing: Literal["none", "full", "mlp", "offloaded", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Activations that are computed twice instead of kept: of no layer, all, the MLPs, or the first k layers;
-    `offloaded`: of all, and what `full` keeps goes to host memory, for very long sequences; `auto`: by the memory plan.
-    Less memory, the same gradient to the bit."""
+    `offloaded`: of all, what `full` keeps goes to host memory, and MLPs are computed by tiles of 4096 tokens, for very
+    long sequences; `auto`: by the memory plan. Less memory, the same gradient: to the bit, by tiles up to rounding."""
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Tokens of a micro-batch, a shared prompt counted once; `auto`: by the memory plan, 8192 without one. The gradient
     depends on it by rounding alone; when memory runs out it is lowered, and what did not fit is computed again."""

@@ -129,7 +129,6 @@ def check_ids(head: Tensor, highest: int) -> None:
 # Tokens and vocabulary entries of a tile, whose float32 logits take 16 MiB on a CPU and 64 MiB on a GPU. Each tile of
 # tokens reads the whole head twice: with 512 tokens, reading would take an H100 half as long again as the products.
 TOKEN_TILE, CARD_TOKEN_TILE, VOCAB_TILE = 512, 2048, 8192
-LONGEST_ROW = 16384  # logits that a program of the kernel holds in registers
 
 
 class _How(NamedTuple):
@@ -146,7 +145,7 @@ class _How(NamedTuple):
     def on(cls, hidden: Tensor, logits: Logits, temperature: float, token_tile: int | None, vocab_tile: int) -> "_How":
         """Chooses by the device of `hidden`; the tile of tokens where it is None."""
         cuda = hidden.is_cuda
-        kernel = cuda and vocab_tile <= LONGEST_ROW and (hidden.is_meta or _kernel_agrees(hidden.device))
+        kernel = cuda and (hidden.is_meta or _kernel_agrees(hidden.device, hidden.dtype, vocab_tile))
         return cls(
             logits, temperature, token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE), vocab_tile, cuda, kernel
         )
@@ -302,7 +301,7 @@ class _Sums(NamedTuple):
 
     top: Tensor  # greatest logit until now
     total: Tensor  # sum of exp(z - top)
-    spread: Tensor  # sum of exp(z - top) (z - top)
+    spread: Tensor  # sum of exp(z - top) (z - top); only where the entropy is asked for, or there is a cap
 
     @classmethod
     def of(cls, n: int, device: torch.device) -> "_Sums":
@@ -366,9 +365,9 @@ def _take(
     return label, decay, weights.to(dtype) if want == "mean_row" else None
 
 
-# The same on a card by one Triton kernel, which reads a tile of products once and writes weights of 16 bits: 96 MiB for
-# 2048 tokens and 8192 words, where the operations of `_take` move 512. A program of the kernel has one token: its row
-# stays in registers.
+# The same on a card by one Triton kernel, which reads a tile of products once and writes its weights: of a head in 16
+# bits 96 MiB for 2048 tokens and 8192 words, where the operations of `_take` move 480 (608 with a temperature). A
+# program of the kernel has one token: its row stays in registers.
 
 
 def _take_by_kernel(
@@ -390,10 +389,11 @@ def _take_tile(
     label, decay, weights = _meta_take_tile(products, place, top, total, spread, scale, cap, dtype)
     width = products.shape[1]
     block = 1 << (width - 1).bit_length()
-    _kernel()[(len(products),)](
-        products, place, top, total, spread, label, decay, weights, width, place.stride(0), scale, cap,
-        CAPPED=cap != 0.0, WEIGHTED=dtype is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-    )  # fmt: skip
+    with torch.cuda.device_of(products):  # type: ignore[no-untyped-call] # Triton launches on the current device
+        _kernel()[(len(products),)](
+            products, place, top, total, spread, label, decay, weights, width, place.stride(0), scale, cap,
+            CAPPED=cap != 0.0, WEIGHTED=dtype is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
     return label, decay, weights
 
 
@@ -445,23 +445,27 @@ def _kernel() -> Any:
 
 
 @cache
-def _kernel_agrees(device: torch.device) -> bool:
-    """Tries on a card whether the kernel does what `_take` does, and tells if it does not."""
+def _kernel_agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Tries on a card whether the kernel does what `_take` does for a head of this dtype and tiles of this width, and
+    tells if it does not."""
     random = torch.Generator(device).manual_seed(0)
-    place = torch.randint(0, 300, (4, 1), device=device, generator=random)
-    for logits in (PLAIN, Logits(0.5, 3.0)):
-        products = torch.randn(4, 300, device=device, generator=random) * 10
-        how = _How(logits, 0.7, 4, 300, True, True)
+    products = torch.randn(4, width, device=device, generator=random) * 10
+    place = torch.randint(0, width, (4, 3), device=device, generator=random)[:, 1:2]  # a column, as in _fold
+    for logits, want in ((PLAIN, "mean_row"), (Logits(0.5, 3.0), "mean_row"), (PLAIN, "entropy")):
+        how = _How(logits, 0.7, 4, width, True, True)
         found, wanted = (_Sums(*(torch.full((4,), x, device=device) for x in (2.0, 3.0, 0.5))) for _ in range(2))
         try:
-            own: list[Any] = [*_take_by_kernel(products, place, found, how, "mean_row", torch.float32), *found]
+            own: list[Any] = [*_take_by_kernel(products, place, found, how, want, dtype), *found]
+            own = [one if one is None else one.cpu() for one in own]  # an error of the card comes up here
         except Exception as error:  # Triton may raise any exception
             log.warning("the head's kernel: not used, torch's operations are: %s: %s", type(error).__name__, error)
             return False
-        others: list[Any] = [*_take(products, place, wanted, how, "mean_row", torch.float32), *wanted]
-        if how.logits.cap is None:
-            own.pop(), others.pop()  # the spread is not asked for
-        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(own, others, strict=True)):
+        others: list[Any] = [*_take(products.clone(), place, wanted, how, want, dtype), *wanted]
+        pairs = [(a, b.cpu()) for a, b in zip(own, others, strict=True) if b is not None]
+        if logits.cap is None and want == "mean_row":
+            pairs.pop()  # the spread is not asked for
+        rough = torch.finfo(dtype).eps  # the weights may be rounded to the next number
+        if not all(torch.allclose(a, b, rtol=max(1e-4, rough * (a.dtype == dtype)), atol=1e-5) for a, b in pairs):
             log.warning("the head's kernel: not used, torch's operations are: it computes something else here")
             return False
     return True

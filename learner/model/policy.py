@@ -172,6 +172,25 @@ def _recompute_mlps(layers: list[Any], path: str) -> None:
         mlp.forward = partial(_AGAIN, mlp.forward)
 
 
+MLP_TILE = 4096  # tokens; cluster.memory.learner.MLP_TILE, which imports no torch, is the same
+DENSE = ("gate_proj", "up_proj", "down_proj")
+
+
+def tile_mlps(lm: nn.Module) -> None:
+    """Computes dense MLPs by tiles of tokens, each tile again in the backward pass, so that the widest tensors of a
+    layer exist for one tile only (TiledMLP of Arctic Long Sequence Training, 2506.13996). A third pass through the MLPs
+    is the price. The gradient is the same up to the order in which tiles are added."""
+    for mlp in [module for module in lm.modules() if all(hasattr(module, name) for name in DENSE)]:
+        # On the instance, as in _recompute_mlps.
+        mlp.forward = partial(_by_tiles, mlp.forward)
+
+
+def _by_tiles(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    if states.shape[-2] <= MLP_TILE or not torch.is_grad_enabled():
+        return forward(states)
+    return torch.cat([_AGAIN(forward, tile) for tile in torch.split(states, MLP_TILE, -2)], -2)
+
+
 @contextmanager
 def offloaded(enabled: bool) -> Iterator[None]:
     """Inside this block the tensors that autograd saves are moved to pinned host memory, and back in the backward pass.
@@ -193,7 +212,7 @@ class Policy:
     Args:
         checkpointing: the activation checkpointing policy.
         seed: seed of a new adapter's weights.
-        offload: whether saved activations are moved to host memory (`offloaded`).
+        offload: whether saved activations are moved to host memory (`offloaded`), and MLPs computed by tiles.
         keep_masters: whether the trained weights get float32 masters.
         keep_reference: whether a model that is trained as a whole keeps a reference.
         attention: name of the attention implementation (see learner.model.packing_check.enable).
@@ -261,6 +280,8 @@ class Policy:
         trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
         fuse(self._lm, trial, on_card=self.head.is_cuda)
         apply(self._lm, checkpointing, model.path)
+        if offload:
+            tile_mlps(self._lm)
         check_head(self._lm, self.logits, self.hidden, model.path)
         self.packed = packing_check.enable(self._lm, self.logits, self.predicting, self.dtype, attention)
         if replays_routing:

@@ -290,9 +290,7 @@ class Found:
     @property
     def host(self) -> Parts:
         """Main memory that the chosen plan needs, or if none fits the plan that needs least, by part."""
-        from cluster.ray_cluster import (
-            store_bytes,
-        )  # imported here and in functions below, so that --help is fast
+        from cluster.ray_cluster import store_bytes  # imported here, and others below, so that --help is fast
 
         small = self.chosen.least if isinstance(self.chosen, Misfit) else self.chosen
         policy = DTYPE_BYTES[self.wish.dtype] * self.shape.lora_params(self.wish.rank)
@@ -318,9 +316,9 @@ def run(asked: PlanRequest) -> int:
         asked.generations, asked.prompt, asked.completion, asked.sequences, asked.staleness + 2, groups=asked.groups
     )
     if asked.longest:
-        work = replace(work, completion=_longest(shapes[0], size, work, asked))
-        if work.whole == shapes[0].positions and not asked.as_json:
-            print(f"longest: the model's own context, {work.whole} tokens with the prompt")
+        work = replace(work, completion=longest(shapes[0], size.bytes, work, _ways(shapes[0], size, asked)))
+        if not asked.as_json:
+            print(_beyond(shapes[0], size, work, asked))
     found = [_plans(shape, size, work, asked) for shape in shapes]
     if asked.as_json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
@@ -531,19 +529,34 @@ def seconds_on_cpu(found: Plan, wish: Wish, work: Workload, pace: Pace) -> Secon
             use_library("default")
 
 
-def _longest(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> int:
-    """The longest completion, in tokens, for which there is a plan within the model's context; at least 1."""
-    most = (shape.positions or MOST_TOKENS) - work.prompt
-    ways = [_wanted(Wish(), size, asked)]
-    if _may_share(shape, asked):  # what needs least
-        ways = [replace(ways[0], base="nf4", shared=shared) for shared in (True, False)]
-    fits, beyond = 1, most + 1
+def longest(shape: Shape, size: int, work: Workload, ways: Sequence[Wish]) -> int:
+    """The longest completion, in tokens, for which one of these has a plan within the model's context; at least 1."""
+    fits, beyond = 1, (shape.positions or MOST_TOKENS) - work.prompt + 1
     while beyond - fits > 1:
         tried = (fits + beyond) // 2
-        needs = (least(shape, size.bytes, replace(work, completion=tried), wish) for wish in ways)
-        found = any(one.device_peak <= USABLE * size.bytes for one in needs)
+        needs = (least(shape, size, replace(work, completion=tried), wish) for wish in ways)
+        found = any(one.device_peak <= USABLE * size for one in needs)
         fits, beyond = (tried, beyond) if found else (fits, tried)
     return fits
+
+
+def _ways(shape: Shape, size: "CardSize", asked: PlanRequest) -> list[Wish]:
+    """What is asked for; where `--base auto` may choose, what needs least."""
+    wish = _wanted(Wish(), size, asked)
+    smallest = [replace(wish, base="nf4", shared=shared) for shared in (True, False)]
+    return smallest if _may_share(shape, asked) else [wish]
+
+
+def _beyond(shape: Shape, size: "CardSize", work: Workload, asked: PlanRequest) -> str:
+    """What --longest says beside the plan."""
+    if work.whole == shape.positions:
+        return f"longest: the model's own context, {work.whole} tokens with the prompt"
+    ways = [replace(way, checkpointing="full", offload=True) for way in _ways(shape, size, asked)]
+    further = longest(shape, size.bytes, work, ways)
+    tokens = work.prompt + further
+    host = gib(DTYPE_BYTES[ways[0].dtype] * shape.layers * shape.hidden * tokens)
+    offloaded = f"{tokens} with learner.checkpointing=offloaded, whose micro-batches keep up to {host} in main memory"
+    return f"longest: {work.whole} tokens with the prompt; {offloaded}"
 
 
 def _may_share(shape: Shape, asked: PlanRequest) -> bool:

@@ -21,8 +21,11 @@ from tests.learner.model.test_logprob import CAPPED, SCALED, naive, slopes_of
 
 @pytest.fixture
 def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the trial torch's operations would fail, so that all values are the kernel's."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    assert logprob._kernel_agrees(torch.device("cpu"))
+    for width in (7, 64, 90, 128):
+        assert logprob._kernel_agrees(torch.device("cpu"), torch.float32, width)
+    monkeypatch.setattr(logprob, "_take", None)
 
 
 @pytest.mark.parametrize("how", [PLAIN, SCALED, CAPPED, Logits(scale=2.0, cap=30.0)])
@@ -53,18 +56,31 @@ def test_extreme_logits_stay_finite(as_on_a_card: None) -> None:
     assert all(torch.isfinite(t).all() for t in (logprobs, entropy, slope))
 
 
+@pytest.mark.parametrize("wrong", range(5), ids=["label", "decay", "weights", "top", "total"])
 def test_a_kernel_that_computes_something_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = logprob._take_by_kernel
+
+    def other(products: torch.Tensor, place: torch.Tensor, sums: logprob._Sums, *options: Any) -> Any:
+        answers = [*real(products, place, sums, *options), *sums[:2]]
+        if (answer := answers[wrong]) is not None:
+            answer += 0.1
+        return tuple(answers[:3])
+
     logprob._kernel_agrees.cache_clear()
-    monkeypatch.setattr(logprob, "_take_by_kernel", lambda *args: (real(*args)[0] + 0.1, *real(*args)[1:]))
-    assert not logprob._kernel_agrees(torch.device("cpu"))
+    assert logprob._kernel_agrees(torch.device("cpu"), torch.float32, 64)
+    logprob._kernel_agrees.cache_clear()
+    monkeypatch.setattr(logprob, "_take_by_kernel", other)
+    assert not logprob._kernel_agrees(torch.device("cpu"), torch.float32, 64)
     assert "the head's kernel: not used" in caplog.text
     logprob._kernel_agrees.cache_clear()
 
 
 COMPILES = """
+import subprocess, tempfile
+from pathlib import Path
+
 import triton
 from triton.backends.compiler import GPUTarget
 from learner.model.logprob import _kernel
@@ -77,13 +93,19 @@ for capability, weights in ((75, "*fp16"), (80, "*bf16"), (90, "*bf16")):  # a T
         signature = dict(zip(names, types, strict=True)) | dict.fromkeys(options, "constexpr")
         source = triton.compiler.ASTSource(_kernel(), signature, options)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 16})
-        assert made.asm["cubin"] and ".local" not in made.asm["ptx"], "registers are spilled"
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "kernel.ptx").write_text(made.asm["ptx"])
+            ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+            target = f"sm_{capability}{'a' if capability == 90 else ''}"
+            command = [ptxas, "-v", f"--gpu-name={target}", Path(folder) / "kernel.ptx", "-o", Path(folder) / "cubin"]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "0 bytes spill stores, 0 bytes spill loads" in told, told
         print(capability, capped)
 """
 
 
 def test_it_compiles_for_cards_that_are_not_here(tmp_path: Path) -> None:
-    """By ptxas, and no register is spilled to memory. In a process of its own, in which Triton interprets nothing."""
+    """By ptxas, which spills no register to memory. In a process of its own, in which Triton interprets nothing."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     made = subprocess.run([sys.executable, "-c", COMPILES], env=env, capture_output=True, text=True, check=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from cluster.memory.learner import (
+    MLP_TILE,
     WIDENED_ROWS,
     WINDOW_TILE,
     Learning,
@@ -30,6 +32,7 @@ from cluster.memory.search import least, plan
 from cluster.memory.shape import ALL, ATTENTION, SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
 from learner.config.settings import LearnerConfig, LoraConfig
 from learner.model import attention, lora, masters
+from learner.model import policy as policy_module
 from learner.tools.meta_run import Footprint, footprint
 
 CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
@@ -79,6 +82,33 @@ def test_the_model_is_the_step(
     parts = {"weights": fake.weights, "adapters": fake.adapters, "gradients": fake.gradients, "reference": 0}
     assert static == pytest.approx(parts | {"optimizer": fake.optimizer}, rel=0.01)
     assert total(static, step_bytes(shape, learning, micro)) == pytest.approx(fake.peak, rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "base", "lengths"),
+    [
+        ("Llama-3.1-8B", "nf4", (1024, 4000, 8)), ("Llama-3.1-8B", "none", (1024, 4000, 4)),
+        ("Qwen2.5-0.5B", "none", (1024, 4000, 8)), ("Qwen3-4B", "none", (4000, 8000, 2)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("policy", ["full", "offloaded"])
+def test_long_rows(
+    policy: Any, name: str, base: Any, lengths: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step takes beside weights, which here is most of it, within 3 %. What is offloaded stays: meta tensors
+    cannot be moved."""
+    monkeypatch.setattr(policy_module, "offloaded", lambda _: nullcontext())
+    shape, (prompt, completion, count) = replace(SHAPES[name], layers=4), lengths
+    fake = measured(name, policy, base, 16, lengths, "grpo")
+    learning = Learning(rank=16, base=base, checkpointing="full", offload=policy == "offloaded")
+    micro = Micro.of(prompt, completion, count, prompt + count * (completion - 1))
+    stays = 4 * 2 * shape.hidden * micro.tokens if learning.offload else 0
+    assert total(step_bytes(shape, learning, micro)) + stays == pytest.approx(fake.peak - fake.static, rel=0.03)
+    if learning.offload:
+        whole = replace(learning, offload=False)
+        assert total(step_bytes(shape, learning, micro)) < 0.85 * (total(step_bytes(shape, whole, micro)) - stays)
+        assert MLP_TILE == policy_module.MLP_TILE
 
 
 FOUR = {"num_hidden_layers": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from examples.random_model import make_tiny_model
 from learner.config import ModelConfig
 from learner.config.settings import LoraConfig
 from learner.model import masters
+from learner.model import policy as policy_module
 from learner.model.base import head_of
 from learner.model.export import update_of
 from learner.model.logprob import decoder_of, token_logprobs
@@ -304,6 +306,24 @@ def test_offloaded_boundaries_give_the_same_gradient(path: str, monkeypatch: pyt
     found = gradient(policy)
     assert len(calls) == 1
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_mlps_by_tiles_give_the_same_gradient(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slopes(policy: Policy) -> dict[str, Tensor]:
+        states = policy.hidden(IDS)
+        torch.autograd.backward((states * torch.linspace(-1, 1, states.numel()).view(states.shape)).sum())
+        return {name: master.grad for name, master in policy.masters.items() if master.grad is not None}
+
+    wanted, tokens = slopes(policy_of(path, "full")), Counter[int]()
+    monkeypatch.setattr(policy_module, "MLP_TILE", 2)
+    policy = policy_of(path, "full", offload=True)
+    for module in policy._lm.modules():
+        if hasattr(module, "down_proj"):
+            module.down_proj.register_forward_pre_hook(lambda _, inputs: tokens.update([inputs[0].shape[-2]]))
+    found = slopes(policy)
+    assert max(tokens) == 2
+    for name, slope in wanted.items():
+        assert (found[name] - slope).norm() <= 1e-6 * slope.norm()
 
 
 def test_refusals_name_the_setting(path: str, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_what_the_page_about_cards_says_fits_is_chosen(
 ) -> None:
     """faster: what is chosen beside what the page says, as it takes a tenth less."""
     (head,) = (line for line in CARDS.read_text().splitlines() if line.startswith("| model | 8 GB |"))
-    (row,) = (line for line in CARDS.read_text().splitlines() if line.startswith(f"| {model} |"))
+    row = next(line for line in CARDS.read_text().splitlines() if line.startswith(f"| {model} |"))
     told = row.split(" | ")[head.split(" | ").index(f"{size} GB")].strip(" |")
     fits = main(["plan", "--gpu", size, "--model", model, "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)[0]["chosen"]
@@ -185,6 +185,10 @@ def test_the_longest_completion_and_the_time_of_it(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     longest = int(re.search(r"max_completion_length: (\d+)", out)[1])  # type: ignore[index]
     assert longest > 10_000
+    told = re.search(r"longest: (\d+) tokens with the prompt; (\d+) with learner.checkpointing=offloaded", out)
+    assert told is not None
+    assert int(told[1]) == longest + 256
+    assert int(told[2]) > 1.5 * int(told[1])
     assert f"all completions of {longest} tokens" in " ".join(out.split())
     for beyond, code in ((0, 0), (1, 1)):
         assert main([*asked, "--completion", str(longest + beyond), "--json"]) == code
