@@ -456,7 +456,8 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
     )
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
-    if learning.offload and layer.feed.experts is None:  # MLPs by tiles of tokens
+    dense = layer.feed.experts is None and any(one.name == "down_proj" for one in layer.feed.linear)
+    if learning.offload and dense:  # by tiles of tokens (learner.model.policy.tile_mlps)
         tile = dict(values) | {"N": min(values["N"], MLP_TILE)}
         feed, of_feed = (times * bytes_of(table, tile) for table in (KEPT_FEED, AGAIN_FEED))
         of_feed += 2 * times * 3 * round(values["h"] * (values["N"] - tile["N"]))

@@ -173,22 +173,25 @@ def _recompute_mlps(layers: list[Any], path: str) -> None:
 
 
 MLP_TILE = 4096  # tokens; cluster.memory.learner.MLP_TILE, which imports no torch, is the same
-DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
 def tile_mlps(lm: nn.Module) -> None:
     """Computes dense MLPs by tiles of tokens, each tile again in the backward pass, so that the widest tensors of a
     layer exist for one tile only (TiledMLP of Arctic Long Sequence Training, 2506.13996). A third pass through the MLPs
-    is the price. The gradient is the same up to the order in which tiles are added."""
-    for mlp in [module for module in lm.modules() if all(hasattr(module, name) for name in DENSE)]:
-        # On the instance, as in _recompute_mlps.
-        mlp.forward = partial(_by_tiles, mlp.forward)
+    is the price. The gradient is the same up to the order in which tiles are added. Blocks with experts stay whole, and
+    so does an MLP that is no `mlp` or `feed_forward` with a `down_proj`; the memory plan goes by the same names."""
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("mlp", "feed_forward")]
+    for block in blocks:
+        if hasattr(block, "down_proj") and not any("expert" in name for name, _ in block.named_modules()):
+            block.forward = partial(_by_tiles, block.forward)  # on the instance, as in _recompute_mlps
 
 
 def _by_tiles(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    if states.shape[-2] <= MLP_TILE or not torch.is_grad_enabled():
+    if states.shape[-2] <= MLP_TILE:
         return forward(states)
-    return torch.cat([_AGAIN(forward, tile) for tile in torch.split(states, MLP_TILE, -2)], -2)
+    of_tile = partial(_AGAIN, forward) if torch.is_grad_enabled() else forward
+    return torch.cat([of_tile(tile) for tile in torch.split(states, MLP_TILE, -2)], -2)
 
 
 @contextmanager
