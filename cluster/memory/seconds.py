@@ -40,12 +40,14 @@ class Host(NamedTuple):
     decoding: float  # share of the products' rate while decoding
     reading: float  # share of the bandwidth
     products: float  # share of the products' rate in the learner
+    attention: float  # share of that in its attention, which a CPU computes in float32, in small tiles
     layer_pass: tuple[float, float]  # seconds of the learner for a pass of a micro-batch through a layer: LoRA, full
+    update: float  # seconds of the learner beside its passes: the batch, the optimizer's step
     push: float  # seconds until a pushed adapter is proven
 
 
-ON_CARD = Host(0.4e-3, 25e-6, 55e-6, 0.6, 0.82, 0.75, (1.2e-3, 0.6e-3), 0.25)
-ON_CPU = Host(2e-3, 120e-6, 100e-6, 0.22, 0.8, 0.8, (0.5e-3, 0.5e-3), 0.3)
+ON_CARD = Host(0.4e-3, 25e-6, 55e-6, 0.6, 0.82, 0.75, 1.0, (1.2e-3, 0.6e-3), 0.0, 0.25)
+ON_CPU = Host(2e-3, 120e-6, 100e-6, 0.22, 0.8, 0.8, 0.25, (0.5e-3, 0.5e-3), 0.05, 0.05)
 MOVED, MOVED_HEAD = 416, 48  # bytes for each element of a token's width in a layer, and of its logits (roofline.md)
 UNPACKED = 1.5  # bytes of a decoding step for each byte of a 4-bit base in 16 bits: packed, unpacked, partly cached
 UNPACKING = 75e9  # bytes in 16 bits that the learner unpacks in a second, with bitsandbytes on an H100
@@ -140,14 +142,15 @@ def _training(found: Plan, wish: Wish, work: Workload, pace: Pace, rates: Rates)
     # Forward, backward by inputs and by weights.
     passes = ((2 if wish.mode == "lora" else 3) + again) * pace.updates + pace.further
     attended = 2 * shape.layers * shape.heads * shape.head_dim * (work.prompt + length / 2)
-    products = tokens * passes * (2 * shape.active_params + 2 * attended) / (host.products * rates.flops)
+    multiplied = 2 * shape.active_params + 2 * attended / host.attention
+    products = tokens * passes * multiplied / (host.products * rates.flops)
     turns = ((2 + again) * pace.updates + pace.further) / 2  # a pass forward and one backward move MOVED
     wide = (MOVED * shape.layers * shape.hidden + MOVED_HEAD * shape.vocab) * turns
     moved = tokens * wide * DTYPE_BYTES[wish.dtype] / 2 / (host.reading * rates.bandwidth)
     own = host.layer_pass[wish.mode == "full"]
     unpacked = batches * 2 * turns * 2 * shape.linear_params / UNPACKING if found.base == "nf4" else 0.0
     device = products + moved + unpacked
-    return Part(device + batches * passes * shape.layers * own, device)
+    return Part(device + batches * passes * shape.layers * own + host.update * pace.updates, device)
 
 
 def micro_batches(budget: int, work: Workload, pace: Pace) -> tuple[float, int]:

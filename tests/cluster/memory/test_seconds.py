@@ -25,8 +25,9 @@ LORA = Wish(base="none", checkpointing="none", token_budget=16, kv_bytes=2**34, 
 PACE = Pace(groups=2, length=10.0)
 RATES = Rates(flops=1000.0, bandwidth=100.0)
 HOST = Host(
-    step=1.0, sequence=0.25, layer=0.5, decoding=0.5, reading=0.8, products=0.5, layer_pass=(2.0, 1.0), push=3.0
-)
+    step=1.0, sequence=0.25, layer=0.5, decoding=0.5, reading=0.8, products=0.5, attention=0.25, layer_pass=(2.0, 1.0),
+    update=0.75, push=3.0,
+)  # fmt: skip
 
 
 def told(
@@ -49,10 +50,10 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = 2 * n * 2 * 6 / 500
     generate = 20 * (1 + 4 * 0.25 + 2 * 0.5 + max(reads, multiplies)) + prefill
     # Micro-batches of 16 tokens hold a prompt and one completion: 2 x 4 x (6 + 9) = 120 tokens, twice through n weights
-    # and 2 x 2 x 2 x 4 = 32 products with each of 6 + 5 keys.
-    products = 120 * 2 * (2 * n + 2 * 32 * 11) / 500
+    # and 2 x 2 x 2 x 4 = 32 products with each of 6 + 5 keys, at a quarter of the rate.
+    products = 120 * 2 * (2 * n + 4 * 2 * 32 * 11) / 500
     moved = 120 * (416 * 2 * 8 + 48 * 32) / 80
-    train = products + moved + 8 * 2 * 2 * 2.0  # micro-batches, passes, layers
+    train = products + moved + 8 * 2 * 2 * 2.0 + 0.75  # micro-batches, passes, layers
     found = told()
     assert found.generate == pytest.approx(generate)
     assert found.train == pytest.approx(train)
