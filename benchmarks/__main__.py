@@ -45,7 +45,7 @@ CASES = (
          "system.demo_real out/demo-numbers-seed0 out/demo-numbers-seed1 out/demo-numbers-seed2",
          "demo_numbers"),
     Case("hours", "the seconds of a step that are told before a run, beside those that were measured",
-         "system.hours --runs out/demo-real-seed0 out/demo-real-seed1", "hours"),
+         "system.hours --cpu --runs out/demo-real-seed0 out/demo-real-seed1", "hours"),
     Case("controller", "the controller's CPU time per group, 1 to 256 workers", "system.controller", "controller"),
     Case("chaos", "a run under faults of all kinds, with --keep on a small disk that is filled too",
          "system.chaos --minutes 30 --seed 14", "chaos"),

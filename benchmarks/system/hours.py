@@ -6,7 +6,7 @@
 
 A row is a whole run (medians of its metrics after two steps) or a step of the learner alone. The planner's choices and
 the mean length of completions are those of the run. The constants of cluster.memory.seconds were set by hand, with all
-rows of cards in sight, by those marked `fitted` first; those of a CPU on another machine than the rows below are of.
+rows in sight, those of cards by the rows marked `fitted` first; most of a CPU's on another machine.
 """
 
 from __future__ import annotations
