@@ -389,11 +389,11 @@ def _take_tile(
     label, decay, weights = _meta_take_tile(products, place, top, total, spread, scale, cap, dtype)
     width = products.shape[1]
     block = 1 << (width - 1).bit_length()
-    with torch.cuda.device_of(products):  # type: ignore[no-untyped-call] # Triton launches on the current device
-        _kernel()[(len(products),)](
-            products, place, top, total, spread, label, decay, weights, width, place.stride(0), scale, cap,
-            CAPPED=cap != 0.0, WEIGHTED=dtype is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-        )  # fmt: skip
+    # Triton launches on the current device: a process of gleaner sees one card.
+    _kernel()[(len(products),)](
+        products, place, top, total, spread, label, decay, weights, width, place.stride(0), scale, cap,
+        CAPPED=cap != 0.0, WEIGHTED=dtype is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
     return label, decay, weights
 
 
