@@ -110,7 +110,7 @@ class Learning:
     exact: bool = False  # learner.reduce: exact, which adds gradients in two float64 parts
     undo: bool = False  # whether each of several ranks keeps in main memory the state before its step
     ranks: int = 1  # ranks over which the base is divided (memory.layout: sharded)
-    fused: bool = True  # whether norms and MLPs are operations of learner.model.fusion, and not transformers' own
+    fused: bool = True  # whether norms and MLPs are computed as gleaner does, and not as transformers' own modules do
 
     def keeps_floats(self, shape: Shape) -> bool:
         """Whether norms keep float32 copies of their inputs: transformers' norms do, and those that multiply by one
@@ -457,7 +457,7 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
     dense = layer.feed.experts is None and any(one.name == "down_proj" for one in layer.feed.linear)
-    if learning.offload and dense:  # by tiles of tokens (learner.model.policy.tile_mlps)
+    if learning.offload and learning.fused and dense:  # by tiles of tokens (learner.model.policy.tile_mlps)
         tile = dict(values) | {"N": min(values["N"], MLP_TILE)}
         feed, of_feed = (times * bytes_of(table, tile) for table in (KEPT_FEED, AGAIN_FEED))
         of_feed += 2 * times * 3 * round(values["h"] * (values["N"] - tile["N"]))
