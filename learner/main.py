@@ -246,7 +246,7 @@ def _run(asked: RunRequest) -> int:
     except WrongInput as error:
         print(f"config: {error}".replace("\n", "\nconfig: "), file=sys.stderr)
         if isinstance(error, load.WrongSettings):
-            _tell_more(error)
+            _tell_more(error, assumed)
         return 2
     if assumed is not None and not asked.dry_run:
         print("error: --assume-gpus: a run needs the cards themselves; give it with --dry-run", file=sys.stderr)
@@ -273,8 +273,9 @@ def _run(asked: RunRequest) -> int:
         return _fail(cause)
 
 
-def _tell_more(wrong: "WrongSettings") -> None:
-    """Prints further mistakes: those in files, columns and reward functions that the valid settings name."""
+def _tell_more(wrong: "WrongSettings", cards: "Cards | None") -> None:
+    """Prints further mistakes: those in files, columns and reward functions that the valid settings name. cards: those
+    of --assume-gpus."""
     if (others := wrong.others()) is None:
         return
     from cluster.errors import WrongInput
@@ -284,7 +285,7 @@ def _tell_more(wrong: "WrongSettings") -> None:
     config, sections = others
     model_files.settle([config.model.path, config.data.path, config.data.eval.path])
     try:
-        look(config, sections=sections).finish()
+        look(config, cards, sections=sections).finish()
     except WrongInput as error:
         print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
     except Exception as error:  # an incomplete configuration may fail in any way, and the mistakes are printed already

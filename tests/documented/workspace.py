@@ -20,7 +20,7 @@ MODEL = ROOT / "examples" / "tiny-arithmetic"
 INSTEAD = {
     "arithmetic_pairs runs/pairs.jsonl": "arithmetic_pairs runs/pairs.jsonl --sums 800",
     "my.yaml --dry-run": "my.yaml --dry-run name=another",
-    "--assume-gpus 2xh100": "--assume-gpus 2xh100 'cluster.gpus={generator: 0.5, learner: 0.5}'",
+    "--assume-gpus 2xh100": "--assume-gpus 2xh100 model.dtype=bfloat16 'cluster.gpus={generator: 0.5, learner: 0.5}'",
     "--step 12": "--step 2",
     "--step 40": "--step 4",
     "chain_sum-17": "{problem}",
