@@ -135,8 +135,8 @@ def test_a_gpu_config_on_a_laptop(model: Path, capsys: pytest.CaptureFixture[str
     assert "placement: the run needs" in line
     (line,) = refused(config, "--dry-run", capsys=capsys)
     assert "cluster.gpus: the run needs 1 GPU, and no NVIDIA driver answers; install one" in line
-    (line,) = refused(config, "--dry-run", "--assume-gpus", "80GiB", "model.dtype=float32", capsys=capsys)
-    assert "model.dtype: float32 does not go with adapters on a card" in line  # and no word of this machine's cards
+    # Beside wrong settings (lines that begin with "config:") not a word of the cards that this machine has.
+    assert refused(config, "--dry-run", "--assume-gpus", "80GiB", "model.dtype=float32", capsys=capsys) == []
     (line,) = refused(config, "--verbose", capsys=capsys)
     assert line.startswith("error: --verbose: is of --dry-run; a run writes its settings to config.yaml")
     (line,) = refused(config, "--assume-gpus", "80GiB", capsys=capsys)
