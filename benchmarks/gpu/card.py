@@ -172,10 +172,8 @@ def prompt(way: str, tiny: bool, device: str) -> Found:
     pass gives the same bits."""
     before, length, heads, width = (8, 4, 2, 8) if tiny else (1024, 256, 8, 128)
     ends = range(before, before + 8 * length, length)
-    gather = Layout([Segment(0, before), *(Segment(end, end + length, 0, before) for end in ends)]).ragged(
-        torch.device(device)
-    )
-    keys = gather.keys
+    layout = Layout([Segment(0, before), *(Segment(end, end + length, 0, before) for end in ends)])
+    keys = layout.ragged(torch.device(device)).keys
     source = torch.randn(before + 8 * length, heads, width, device=device).bfloat16().requires_grad_()
     slopes = torch.randn(len(keys.taken), heads, width, device=device).bfloat16()
 
@@ -202,8 +200,8 @@ def step(shape: Shape, base: str, budget: int, checkpointing: str, tiny: bool, d
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             trainer._step(groups)
             waited(device)
-        kernels = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
-        kernels = [event for event in kernels if not event.name.startswith(("Memcpy", "Memset"))]
+        on_card = (event for event in profile.events() if event.device_type == DeviceType.CUDA)
+        kernels = [event for event in on_card if not event.name.startswith(("Memcpy", "Memset"))]
         found |= {"card_seconds": sum(one.device_time for one in kernels) / 1e6, "kernels": len(kernels)}
         named: dict[str, float] = {}
         for one in kernels:

@@ -460,7 +460,8 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
     if learning.offload and learning.fused and dense:  # by tiles of tokens (learner.model.policy.tile_mlps)
         tile = dict(values) | {"N": min(values["N"], MLP_TILE)}
         feed, of_feed = (times * bytes_of(table, tile) for table in (KEPT_FEED, AGAIN_FEED))
-        of_feed += 2 * times * 3 * round(values["h"] * (values["N"] - tile["N"]))
+        # Of whole rows are its output, the gradient of that, and the gradient of its input.
+        of_feed += 3 * DTYPE_BYTES[learning.dtype] * round(values["h"] * (values["N"] - tile["N"]))
     whole = mixer + max(feed + max(of_feed, norm, experts) + extra, of_mixer)
     alone = max(feed + max(of_feed_alone, experts) + extra, of_mixer)
     head += max(bytes_of(tile, values) for tile in (HEAD_TILES_ON_CARD if learning.cuda else (HEAD_TILE,)))
