@@ -219,10 +219,6 @@ def _policy_arguments(settings: EngineSettings) -> dict[str, Any]:
             "lora_target_modules": list(settings.lora_targets),
             "max_lora_rank": _LORA_RANKS[bisect_left(_LORA_RANKS, settings.max_lora_rank)],
         }
-    if settings.in_flight == "continue":
-        # With asynchronous scheduling vLLM on CUDA computes one step ahead. The tokens of that step, sampled before the
-        # policy was replaced, would come out afterwards with the new version's label.
-        arguments["async_scheduling"] = False
     return arguments
 
 

@@ -14,9 +14,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -141,6 +141,7 @@ class EngineSteps:
         self.running: dict[str, Request] = {}
         self._policies = Policies(engine, settings, window)
         self._adapters, self._shares = settings.max_lora_rank > 0, settings.shares_base
+        self._continues = settings.in_flight == "continue"
 
     @property
     def idle(self) -> bool:
@@ -152,8 +153,7 @@ class EngineSteps:
         while self.backlog and self._execute(self.backlog[0]):
             self.backlog.popleft()
         if self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                self._finish(output)
+            self._step()
 
     def abort_unwanted(self) -> None:
         """Ends requests whose caller was cancelled."""
@@ -168,6 +168,34 @@ class EngineSteps:
         """Frees the memory of policies, after the engine has ended."""
         self._policies.close()
 
+    def _step(self) -> None:
+        for output in self.engine.step():
+            self._finish(output)
+
+    def _is_ahead(self) -> bool:
+        """Whether vLLM has begun a step whose tokens it has not given yet."""
+        core = self.engine.engine_core.engine_core
+        return bool(core.batch_queue)  # None without asynchronous scheduling
+
+    @contextmanager
+    def _nothing_ahead(self) -> Iterator[None]:
+        """A context in which no step is under way, so that a policy may take the place of another.
+
+        With asynchronous scheduling vLLM (on CUDA) begins a step before it gives the tokens of the one before it. Those
+        that the old policy sampled would come out after it was replaced, with the new version's label. So they are
+        taken first, and nothing is scheduled meanwhile.
+        """
+        if not (self._continues and self._is_ahead()):
+            yield
+            return
+        self.engine.sleep(level=0, mode="keep")  # level 0 stops the scheduler and frees nothing
+        while self._is_ahead():
+            self._step()
+        try:
+            yield
+        finally:
+            self.engine.wake_up(tags=["scheduling"])
+
     def _abort(self, request: Request) -> None:
         self.engine.abort_request([request.id])
         # vLLM removes the children of an aborted request with n > 1, but keeps the parent with their output.
@@ -180,7 +208,9 @@ class EngineSteps:
         """Executes a command. False if it must wait for running requests; then later commands wait behind it."""
         try:
             if isinstance(command, Load):
-                if not self._policies.load(command.staged, command.weights, running=bool(self.running)):
+                with self._nothing_ahead():
+                    loaded = self._policies.load(command.staged, command.weights, running=bool(self.running))
+                if not loaded:
                     return False
                 settle(command.answer, command.staged.digest)
             elif isinstance(command, Rest):

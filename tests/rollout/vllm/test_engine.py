@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -318,11 +319,48 @@ async def generate_with_a_swap(case: EngineCase) -> tuple[list[Completion], list
     return await before, after, answer
 
 
+class NoStream:
+    """In place of torch.cuda's streams and events, on a CPU, where each operation has ended when it returns."""
+
+    def __init__(self, **_: object) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process schedule asynchronously, as they do on CUDA: vLLM turns that off on a CPU, where it gains
+    nothing, and its code for it is the same but for CUDA's streams."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    settle: Any = CpuPlatform.check_and_update_config
+
+    def ahead(config: Any) -> None:
+        settle(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(ahead))
+    for name in ("Event", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead"])
 @pytest.mark.parametrize(("family", "rank"), [("Llama", 8), ("Qwen2", 0)], ids=["adapter", "merged"])
-def test_running_completions_go_on_under_the_newer_policy(tmp_path: Path, family: str, rank: int) -> None:
+def test_running_completions_go_on_under_the_newer_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rank: int, ahead: bool
+) -> None:
+    if ahead:
+        schedule_ahead(monkeypatch)
     path = make_tiny_model(tmp_path, family=family)
     case = EngineCase(path, max_lora_rank=rank, in_flight="continue", adapter_window=1)
     try:
+        assert (case.engine._thread._turns.engine.engine_core.engine_core.batch_queue is not None) == ahead
         run(case.push())
         before, after, answer = run(generate_with_a_swap(case))
         switched = [c for c in before if c.versions[-1] == 1]
