@@ -22,8 +22,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/": {
         "engine": ("vllm.v1.engine.llm_engine.LLMEngine",),
         "engine.engine_core": ("vllm.v1.engine.core_client.InprocClient",),
-        "core": ("vllm.v1.engine.core.EngineCore",),
-        "core.batch_queue": PLAIN,
         "engine.vllm_config": ("vllm.config.VllmConfig",),
         "engine.vllm_config.model_config": ("vllm.config.ModelConfig",),
         "engine.output_processor": ("vllm.v1.engine.output_processor.OutputProcessor",),
@@ -102,6 +100,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm_config.model_config": ("vllm.config.ModelConfig",),
         **dict.fromkeys(("config", "text", "served", "self"), PLAIN),  # of transformers, a model's class, a model
     },
+    "rollout/vllm/engine.py": {"core": ("vllm.v1.engine.core.EngineCore",), "core.batch_queue": PLAIN},
     "rollout/vllm/experts.py": {
         **dict.fromkeys(("method", "self", "layer.quant_method"), (f"{_MOE}.unquantized_fused_moe_method.{_METHOD}",)),
         "kernel": (f"{_MOE}.experts.cpu_moe.CPUUnquantizedExperts",),
@@ -110,6 +109,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "layer.moe_config": (f"{_MOE}.config.FusedMoEConfig",),
         "layer.moe_config.moe_parallel_config": (f"{_MOE}.config.FusedMoEParallelConfig",),
         **dict.fromkeys(("upstream", "weight", "places", "layer.w13_weight", "layer.w2_weight"), PLAIN),
+        "core": ("vllm.v1.engine.core.EngineCore",),
         "core.model_executor": ("vllm.v1.executor.uniproc_executor.UniProcExecutor",),
         "core.model_executor.driver_worker": ("vllm.v1.worker.worker_base.WorkerWrapperBase",),
         "core.model_executor.driver_worker.worker": ("vllm.v1.worker.gpu_worker.Worker",),
