@@ -69,6 +69,8 @@ CASES = (
     Case("engine_speed_smollm2", "the same with SmolLM2 (`make smollm2`) against vLLM without LoRA",
          "engine.engine_speed --sides 'vllm base' --model build/smollm2/bfloat16 --dtype bfloat16 --rank 32 --groups 4 "
          "--max-tokens 96 --repeats 7 --name engine_speed_smollm2_bfloat16", "engine_speed_smollm2_bfloat16"),
+    Case("engine_parts", "where a step of the generator's engine spends its time on a CPU", "engine.engine_parts",
+         "engine_parts"),
     Case("push", "a policy's way in whole runs, by part, adapter and merged weights", "engine.push runs", "push"),
     Case("whole_push", "whole weights within one machine", "engine.push whole", "whole_push"),
     Case("whole_push_shards", "the same to a generator of two processes", "engine.push whole --shards 2",

@@ -10,7 +10,8 @@
     c  the gradient of shared prompts: summed by rows, and by index_select, with what either loses
     d  the learner's step of the 1B, for two sizes of micro-batches; what the card computes of it, and how many kernels
     e  the learner's step of the 8B in 4 bits, as the planner would have it on 24 GiB
-    f  vLLM's step with an adapter: milliseconds for 64, 128 and 256 sequences
+    f  vLLM's step with an adapter for 64, 128 and 256 sequences: milliseconds, and of them Python's CPU time by part
+       (Python binds where the two are near each other)
     g  the whole system: the 8B in 4 bits on 24 GiB, the 1B synchronous and one step ahead
     h  TRL, whose vLLM shares the card: the 1B with the same rows, LoRA and card as g
 
@@ -44,6 +45,7 @@ from torch._C._autograd import DeviceType
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.common import ROOT, as_table
+from benchmarks.engine.engine_parts import StepParts
 from benchmarks.gpu import system
 from benchmarks.gpu.learner import TINY
 from benchmarks.gpu.model import group, make_trainer, steps
@@ -241,8 +243,10 @@ def engine(options: argparse.Namespace, count: int, device: str) -> Found:
         await ours.load_adapter(adapter_of(folder))
         await sampled()
         started = time.perf_counter()
-        steps = await sampled()
-        return {"ms": 1e3 * (time.perf_counter() - started) / steps, "steps": steps}
+        with StepParts(ours) as parts:
+            steps = await sampled()
+        cpu = {f"cpu_{part}_ms": ms for part, ms in parts.a_step().items()}
+        return {"ms": 1e3 * (time.perf_counter() - started) / steps, "steps": steps} | cpu
 
     return asyncio.run(run())
 
