@@ -76,6 +76,19 @@ class Micro:
         groups = tokens / (prompt + each * own)
         return cls(tokens, round(groups * each * completion), round(groups * keys), (groups, prompt, each, own))
 
+    def mask_elements(self, window: int) -> int:
+        """Elements of the masks of one kind of layer where attention runs segment by segment: a row for each query of a
+        block, over its prompt and the block, and the square of a prompt that is longer than the window.
+
+        window: tokens of the layer's sliding window; 0: there is none.
+        """
+        if self.parts is None:
+            return 0
+        groups, prompt, each, own = self.parts
+        together = min(each, max(prompt // own, 1)) * own  # tokens of a block
+        of_blocks = each * own * (prompt + together)
+        return round(groups * (of_blocks + (prompt * prompt if 0 < window < prompt else 0)))
+
     def block_keys(self, window: int) -> int:
         """S where attention runs segment by segment: completions that are together no longer than their prompt are one
         block (learner.batch.layout), for which the prompt counts once.
@@ -301,8 +314,8 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     """The value of each letter of a unit for a layer."""
     mixer, feed, wide = layer.mixer, layer.feed, layer.wide_norms
     floats, repeated = learning.keeps_floats(shape), mixer.keys != mixer.queries
-    sinks = learning.cuda and shape.kind == "gpt_oss"
-    segments = learning.segments or sinks  # FlashAttention has none
+    sinks, capped = learning.cuda and shape.kind == "gpt_oss", shape.kind == CAPPED
+    segments = learning.segments or sinks or capped  # FlashAttention has neither
     norms = wide * shape.hidden + (mixer.queries + mixer.keys if layer.head_norms else 0)
     rows = min(HEAD_ROWS_ON_CARD if learning.cuda else HEAD_ROWS, micro.completion)
     lora_rank = max(learning.rank, learning.value_rank)
@@ -323,7 +336,7 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
         "head_norms": layer.head_norms, "grouped": repeated,
-        "segments": segments, "repeated": segments and repeated,
+        "segments": segments and not capped, "repeated": segments and repeated,
         "clamped": shape.kind == "gpt_oss",  # whether experts limit the numbers of their gate
         "keeps_floats": floats, "keeps_gates": learning.keeps_gates(shape),
         "experts": count, "chosen": chosen, "chosen_f": chosen * of_expert, "routed": count > 0,
@@ -338,6 +351,7 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
     }  # fmt: skip
 
 
+CAPPED = "gemma2"  # model_type whose attention caps its scores
 FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching allocator cannot join; 3 to 10 % is usual
 # On a CPU the memory of a role is the resident set of its process. Measured on Linux (two cores, torch 2.13, vLLM 0.32)
 # with the models of examples/: bytes before a model is loaded, bytes that the first use of torch adds, and the share of
@@ -398,9 +412,22 @@ def step_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:
         end = activations + (last if first < layers else 0)
         live = max(end, whole, found[0][1].head) - activations
         parts = {"checkpoints": first * boundary, "activations": activations, "live": live}
+    parts["live"] += _mask_bytes(shape, learning, micro)
     if learning.mode == "full":  # the gradient of the head exists before all others
         parts["live"] += DTYPE_BYTES[learning.dtype] * shape.vocab * shape.hidden
     return parts | {"update": max(0, _update_bytes(shape, learning) - sum(parts.values()))}
+
+
+def _mask_bytes(shape: Shape, learning: Learning, micro: Micro) -> int:
+    """Bytes of the masks that all layers share where attention runs segment by segment (learner.batch.layout): one for
+    each block and each window that is shorter than what its queries see. (Those of attention with sinks are part of
+    what its terms measure.)"""
+    if micro.parts is None or not (learning.segments or shape.kind == CAPPED):
+        return 0
+    _, prompt, _, own = micro.parts
+    windows = {layer.mixer.window for _, layer in shape.stacks if layer.mixer.heads}
+    kinds = {window if window < prompt + own else 0 for window in windows}
+    return DTYPE_BYTES[learning.dtype] * sum(map(micro.mask_elements, kinds))
 
 
 def _update_bytes(shape: Shape, learning: Learning) -> int:
@@ -457,12 +484,14 @@ def layer_bytes(shape: Shape, layer: Layer, learning: Learning, micro: Micro) ->
     not_yet = DTYPE_BYTES[learning.dtype] * micro.tokens * layer.feed.ffn if learning.keeps_gates(shape) else 0
     extra = max(0, _dequantised(shape, learning) - not_yet) + _widened(shape, learning)
     dense = layer.feed.experts is None and any(one.name == "down_proj" for one in layer.feed.linear)
-    if learning.offload and learning.fused and dense:  # by tiles of tokens (learner.model.policy.tile_mlps)
-        tile = dict(values) | {"N": min(values["N"], MLP_TILE)}
+    tiled = learning.offload and learning.fused and dense and micro.tokens > MLP_TILE
+    if tiled:  # by tiles of tokens (learner.model.policy.tile_mlps)
+        tile = dict(values) | {"N": MLP_TILE}
         feed, of_feed = (times * bytes_of(table, tile) for table in (KEPT_FEED, AGAIN_FEED))
         # Of whole rows are its output, the gradient of that, and the gradient of its input.
         of_feed += 3 * DTYPE_BYTES[learning.dtype] * round(values["h"] * (values["N"] - tile["N"]))
-    whole = mixer + max(feed + max(of_feed, norm, experts) + extra, of_mixer)
+    beside = feed if not tiled else 0  # no tile is there while the norm behind the block goes back
+    whole = mixer + max(feed + max(of_feed, experts) + extra, beside + norm + extra, of_mixer)
     alone = max(feed + max(of_feed_alone, experts) + extra, of_mixer)
     head += max(bytes_of(tile, values) for tile in (HEAD_TILES_ON_CARD if learning.cuda else (HEAD_TILE,)))
     head += HEAD_TRAINED * shape.hidden if learning.mode == "full" else 0

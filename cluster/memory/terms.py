@@ -110,6 +110,7 @@ AGAIN_FEED = (
 AGAIN_LAST_NORM = (  # a lower bound for AGAIN_FEED in models with a norm behind the block
     Term(22, "N h gemma", "float32 temporaries of the backward pass of that norm; measured"),
     Term(1100, "N gemma", "measured"),
+    Term(2, "C h gemma", "states of completion tokens, which the head has read"),
 )
 AGAIN_MIXER = (
     Term(2, "N h", "gradient of the layer's output"),

@@ -160,6 +160,8 @@ class Layout:
         dtype and device.
         """
         block = self.blocks[index]
+        if window is not None and window >= self.reach:
+            window = None  # so that layers with a window and layers without share their masks
         if block.prefix is None and (window is None or window >= block.lengths[0]):
             return None
         key = index, window, like.dtype

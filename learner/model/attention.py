@@ -251,22 +251,24 @@ def capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     tile = partial(checkpoint, _tile, use_reentrant=False, preserve_rng_state=False)
     tiles = []
     for start in range(0, query.shape[2], QUERIES):
-        rows = slice(start, min(start + QUERIES, query.shape[2]))
-        seen = _causal(rows, key) if mask is None else mask[rows]
-        part = query[:, :, rows]
-        tiles.append(tile(part, key, value, seen, scale, cap))
+        part = query[:, :, start : start + QUERIES]
+        tiles.append(tile(part, key, value, None if mask is None else mask[start : start + QUERIES], start, scale, cap))
     return torch.cat(tiles, 2).transpose(1, 2)
 
 
-def _tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+def _tile(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, start: int, scale: float, cap: float
+) -> Tensor:
+    """start: place of the first query, for causal scores."""
     scores = (query @ key.transpose(2, 3)).float() * (scale / cap)
-    weights = (scores.tanh() * cap + mask).softmax(-1)
+    seen = _causal(start, query.shape[2], key) if mask is None else mask
+    weights = (scores.tanh() * cap + seen).softmax(-1)
     return weights.to(value.dtype) @ value
 
 
-def _causal(rows: slice, key: Tensor) -> Tensor:
+def _causal(start: int, count: int, key: Tensor) -> Tensor:
     places = torch.arange(key.shape[2], device=key.device)
-    future = places > places[rows, None]
+    future = places > places[start : start + count, None]
     return torch.zeros(future.shape, device=key.device).masked_fill_(future, -torch.inf)
 
 

@@ -46,8 +46,11 @@ CASES: list[tuple[str, Checkpointing, str, int, tuple[int, int, int]]] = [
     ("SmolLM2-135M", "full", "none", 16, (256, 786, 4)),  # the head is the peak
     ("SmolLM2-135M", "full", "none", 16, (256, 300, 2)),  # the head, with fewer tokens than a tile has room for
     ("Qwen2.5-7B", 2, "none", 16, (1000, 100, 8)),
+    ("Gemma-2-2B", "mlp", "none", 16, (256, 786, 4)),
+    ("Gemma-2-9B", "full", "none", 16, (5000, 2000, 3)),  # prompts longer than the window, which have masks
+    ("Gemma-2-2B", "none", "none", 16, (1024, 4000, 4)),
 ]
-SLOW = (0, 1, 2, 3, 4, 5, 6, 9)  # with what others have, too
+SLOW = (0, 1, 2, 3, 4, 5, 6, 9, 11, 12)  # with what others have, too
 
 
 @functools.cache
@@ -90,6 +93,7 @@ def test_the_model_is_the_step(
     [
         ("Llama-3.1-8B", "nf4", (1024, 4000, 8)), ("Llama-3.1-8B", "none", (1024, 4000, 4)),
         ("Qwen2.5-0.5B", "none", (1024, 4000, 8)), ("Qwen3-4B", "none", (4000, 8000, 2)),
+        ("Gemma-2-2B", "none", (1024, 4000, 4)), ("Gemma-3-1B", "none", (1024, 4000, 4)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("policy", ["full", "offloaded"])
@@ -212,6 +216,15 @@ def test_adapters_of_experts_by_hand() -> None:
     shape = SPARSE["Qwen3-30B-A3B"]
     assert shape.lora_params(16, ("experts",)) == 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048)
     assert shape.lora_params(16, (*ATTENTION, "experts")) == shape.lora_params(16) + shape.lora_params(16, ("experts",))
+
+
+@pytest.mark.parametrize(
+    ("window", "prompts"), [(0, 0), (4096, 0), (200, 256 * 256)], ids=["no window", "longer than the prompt", "shorter"]
+)
+def test_masks_by_hand(window: int, prompts: int) -> None:
+    """4 completions of 784 tokens are a block each, and 8 of 100 under a prompt of 256 are blocks of 2."""
+    assert Micro.of(256, 785, 4, 256 + 4 * 784).mask_elements(window) == prompts + 4 * 784 * (256 + 784)
+    assert Micro.of(256, 101, 8, 256 + 8 * 100).mask_elements(window) == prompts + 4 * 200 * (256 + 200)
 
 
 @pytest.mark.long

@@ -44,3 +44,13 @@ def test_rows_may_be_taken_any_number_of_times(index: list[int]) -> None:
     slopes = torch.randn_like(found)
     for one, other in zip(*(torch.autograd.grad(x, rows, slopes) for x in (found, wanted)), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_layers_whose_window_is_longer_than_what_is_seen_share_masks_with_those_without() -> None:
+    layout, like = layout_of(4), torch.zeros(1)
+    whole = layout.mask(1, None, like)
+    assert whole is not None
+    assert layout.mask(1, PROMPT + COMPLETION, like) is whole
+    narrow = layout.mask(1, PROMPT, like)
+    assert narrow is not None
+    assert not torch.equal(narrow, whole)
