@@ -447,6 +447,18 @@ Gemma-2-9B    gemma2      3584 14336 42 16  8 256 256000 tied   30 4096
 Gemma-3-270M  gemma3_text  640  2048 18  4  1 256 262144 tied   -  512
 Gemma-3-1B    gemma3_text 1152  6912 26  4  1 256 262144 tied   -  512
 """)
+# A hybrid: three layers with the gated delta rule to one with attention. The text settings of its config.json, as a
+# public copy of it has them; without towers and prediction heads.
+SHAPES["Qwen3.5-4B"] = Shape.from_config(
+    {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216,
+        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
+        "max_position_embeddings": 262144,
+    },
+    "Qwen3.5-4B",
+)  # fmt: skip
 
 
 # Models with experts. The numbers are those that transformers' classes have as defaults (Qwen3.5), else of the
