@@ -1,11 +1,11 @@
 # make setup | demo | demo-tools | demo-real | demo-numbers | check | test | nightly | test-long | test-families | test-browser | test-trackers | test-lm-eval | test-others
-# | test-nodes | docs | test-docs | package | smoke | card | contracts | kernels | mutants | smollm2 | lock | clean.
+# | test-nodes | docs | test-docs | package | smoke | card | card-wheels | contracts | kernels | mutants | smollm2 | lock | clean.
 # Linux, Python >= 3.11, a C compiler, GNU make >= 4.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .PHONY: setup demo demo-tools demo-real demo-numbers check test nightly test-long test-browser test-trackers test-lm-eval test-others docs test-docs package smoke
-.PHONY: card contracts test-families test-nodes kernels mutants smollm2 lock clean build/others build/games
+.PHONY: card card-wheels contracts test-families test-nodes kernels mutants smollm2 lock clean build/others build/games
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -231,6 +231,10 @@ card: setup
 	@if [ $(DEVICE) = cpu ]; then rm -rf build/rehearsal; fi
 	PYTHONPATH=$$PWD$(if $(RIVALS),:$(RIVALS)) $(BIN)/python -m benchmarks.gpu.card --device $(DEVICE) \
 	    $$([ $(DEVICE) = cpu ] && echo --tiny) $(ARGS)
+
+# What `make card` needs on a machine without a network, in bundles under build/card-wheels (fetches 3 GB, takes 10 GB).
+card-wheels: setup
+	@$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)
 
 # What we use of vLLM, torch, Ray, bitsandbytes and Liger, as each version has it: tests/contracts/*.json.
 contracts: setup

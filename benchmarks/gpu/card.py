@@ -15,9 +15,10 @@
     g  the whole system: the 8B in 4 bits on 24 GiB, the 1B synchronous and one step ahead
     h  TRL, whose vLLM shares the card: the 1B with the same rows, LoRA and card as g
 
-Rows of f, g and h need vLLM, rows of g Ray, h TRL (the last line above); without these they say so. A row is a process
-of its own and a JSON under benchmarks/results/gpu/<card>-<date>/; rows that are there are not run again, one that was
-cut off begins anew. All of the folder but its runs is packed into <folder>.tar.gz.
+Rows of f, g and h need vLLM, rows of g Ray, h TRL (the last line above); without these they say so. Where there is no
+network, benchmarks/gpu/wheels.py brings them. A row is a process of its own and a JSON under
+benchmarks/results/gpu/<card>-<date>/; rows that are there are not run again, one that was cut off begins anew. All of
+the folder but its runs is packed into <folder>.tar.gz.
 """
 
 from __future__ import annotations
