@@ -73,9 +73,9 @@ GROUPS = (
     Group("ray", "g", ()),  # and all that pyproject.toml names
     Group("trl", "h", ("trl", "datasets")),
 )
-# vLLM asks for these for some models or some cards, and imports them there.
+# Asked for, but imported only for some models or cards, or (hf-xet) to download.
 LEFT_OUT = {
-    "flashinfer-python", "humming-kernels", "instanttensor", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
+    "flashinfer-python", "hf-xet", "humming-kernels", "instanttensor", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "opencv-python-headless", "pynvvideocodec", "quack-kernels", "tilelang", "tokenspeed-mla", "torchcodec",
 }  # fmt: skip
 DROPPED = (
@@ -86,7 +86,7 @@ DROPPED = (
     r"^nvidia/nvshmem/.*\.bc$",
     r"^torch/bin/protoc",
     r"^triton/backends/nvidia/(bin/ptxas-blackwell$|lib/cupti/)",  # of later cards; of Triton's profiler
-    r"^pyarrow/(include/|(_|lib|libarrow_|libarrow_python_)(flight|substrait)\.)",
+    r"^pyarrow/(include/|(_|lib|libarrow_|libarrow_python_)(flight|s3|s3fs)\.)",
     r"^bitsandbytes/libbitsandbytes_(cuda(?!130)|rocm|xpu)",  # of another CUDA than torch's 13.0
     r"^vllm/vllm-rs$",  # a server
 )
@@ -302,7 +302,7 @@ def bundled(group: Group, records: list[Record], old: Record, part: int, folder:
 
 
 def pack(options: argparse.Namespace) -> Record:
-    """The manifest, which is written beside the bundles."""
+    """The manifest, which is written beside the bundles after each group."""
     folder: Path = options.folder
     for one in (folder / "wheels", folder / "archives"):
         one.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def pack(options: argparse.Namespace) -> Record:
     file, made_for = folder / MANIFEST, {"architecture": options.arch, "python": options.python}
     old = json.loads(file.read_text()) if file.exists() else {}
     groups = old.get("groups", {}) if {key: old.get(key) for key in made_for} == made_for else {}
-    before: set[str] = set()
+    manifest, before = old, set[str]()
     for group in GROUPS[: 1 + max(GROUPS.index(one) for one in options.groups)]:
         found = collected(roots_of(group), {*group.without, *LEFT_OUT}, pinned, folder / "wheels", options.python)
         new, before = {name: found[name] for name in sorted(found.keys() - before)}, before | found.keys()
@@ -322,14 +322,19 @@ def pack(options: argparse.Namespace) -> Record:
                 wheels = [wheel for name, wheel in new.items() if name not in stay]
                 records = list(pool.map(lambda one: archived(one, folder / "archives", options.arch), wheels))
             told_of_skipped(records)
-            groups[group.name] = bundled(group, records, groups.get(group.name, {}), options.part * MIB, folder) | {
-                "there": stay
-            }
-    manifest = made_for | {"groups": {one.name: groups[one.name] for one in GROUPS if one.name in groups}}
-    text = json.dumps(manifest, indent=1) + "\n"
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
+            cut_now = bundled(group, records, groups.get(group.name, {}), options.part * MIB, folder)
+            groups[group.name] = cut_now | {"there": stay}
+            manifest = made_for | with_total({one.name: groups[one.name] for one in GROUPS if one.name in groups})
+            text = json.dumps(manifest, indent=1) + "\n"
+            if not file.exists() or file.read_text() != text:
+                file.write_text(text)
     return manifest
+
+
+def with_total(groups: Record) -> Record:
+    bundles = [bundle["bytes"] for group in groups.values() for bundle in group["bundles"]]
+    unpacked = sum(wheel["unpacked"] for group in groups.values() for wheel in group["wheels"])
+    return {"total": {"bundles": len(bundles), "bytes": sum(bundles), "unpacked": unpacked}, "groups": groups}
 
 
 def told_of_skipped(records: Iterable[Record]) -> None:
@@ -341,16 +346,15 @@ def told_of_skipped(records: Iterable[Record]) -> None:
 def overview(manifest: Record, wheels: Path) -> str:
     """A line for each group."""
     lines = [f"For sm_{manifest['architecture']}, Python {manifest['python']}; MiB of wheels -> unpacked -> bundles:"]
-    total = 0
     for name, group in manifest["groups"].items():
         downloads = sum((wheels / one["wheel"]).stat().st_size for one in group["wheels"])
         unpacked, packed = (sum(one[key] for one in group["wheels"]) for key in ("unpacked", "bytes"))
-        total += len(group["bundles"])
         lines.append(
             f"{name}: {len(group['wheels'])} wheels, {downloads / MIB:.0f} -> {unpacked / MIB:.0f} -> "
             f"{packed / MIB:.0f}, {len(group['bundles'])} bundles; then rows {group['rows']}"
         )
-    return "\n".join([*lines, f"{total} bundles"])
+    total = manifest["total"]
+    return "\n".join([*lines, f"{total['bundles']} bundles, {total['bytes'] / MIB:.0f} MiB"])
 
 
 # ---- On the other machine ----
@@ -460,9 +464,11 @@ def unpack(folders: Sequence[Path], into: Path, only: Sequence[str]) -> list[str
     text = files[0].read_text()
     groups: Record = json.loads(text)["groups"]
     kept = stage / MANIFEST
-    if not kept.exists() or kept.read_text() != text:  # of another packing: its bundles do not fit these
+    if not kept.exists() or kept.read_text() != text:
+        wanted = {bundle["sha256"] for group in groups.values() for bundle in group["bundles"]}
         for file in stage.glob("*.bundle"):
-            file.unlink()
+            if sha256_of(file) not in wanted:  # of another packing
+                file.unlink()
         kept.write_text(text)
     return [
         name for one, group in groups.items() if not only or one in only for name in opened(one, group, folders, into)
