@@ -237,7 +237,7 @@ def archived(wheel: Path, folder: Path, architecture: int) -> Record:
             "zeroed": 0,
             "skipped": {},
         }
-        unfinished = archive.with_suffix(".part")
+        unfinished = archive.with_suffix(f".{os.getpid()}.part")  # two commands at once do not share it
         with lzma.open(unfinished, "wb", filters=FILTERS) as file:
             hashed = Hashed(file)
             with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.GNU_FORMAT) as tar:
@@ -440,7 +440,12 @@ def opened(name: str, group: Record, folders: Sequence[Path], into: Path) -> lis
         starts.append(starts[-1] + wheel["bytes"])
 
     def unpacked(start: int, wheel: Record) -> None:
-        extracted(piece(bundles, group["part"], start, wheel["bytes"]), wheel, into)
+        try:
+            extracted(piece(bundles, group["part"], start, wheel["bytes"]), wheel, into)
+        except (lzma.LZMAError, EOFError, tarfile.TarError) as error:
+            raise SystemExit(
+                f"{wheel['wheel']}: must be a whole tar.xz in its bundles, {error}; pack it again"
+            ) from None
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(unpacked, starts, group["wheels"]))
