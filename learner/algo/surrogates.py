@@ -13,7 +13,7 @@ of tensors only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -43,6 +43,8 @@ class Bounds(TypedDict, total=False):
     delta: Positive
     cap: Annotated[float, Field(ge=1)]
     band: tuple[Annotated[float, Field(ge=0, le=1)], Upper]
+    temperature: tuple[Positive, Positive]  # of tokens with a positive advantage, and of the others
+    divergence: Annotated[float, Field(gt=0, le=1)]  # between probabilities of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,34 @@ def gspo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
     """GSPO clips the ratio of a completion. The paper's mean over completions is that of loss.kind: grpo; with `dapo`
     or `dr_grpo` long completions weigh more."""
     return _ppo(tokens.over_completions("mean"), epsilon, delta)
+
+
+def gmpo(tokens: "Tokens", epsilon: Interval) -> Objective:
+    """GMPO has the geometric mean of a completion's ratios, each clipped by itself, where GRPO has the mean of their
+    objectives: a token far from the others moves it less. The paper's mean over completions is that of loss.kind: grpo.
+    A token whose ratio is clipped has no gradient; the others have that of the geometric mean."""
+    ratio, advantage = tokens.sg_ratio, tokens.advantages
+    bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(min=1 - epsilon[0]))
+    held = (bounded != ratio) & (advantage != 0)
+    mean = replace(tokens, log_ratio=bounded.log()).over_completions("mean").sg_ratio
+    return mean * advantage * tokens.unit.detach().where(held, tokens.unit), held
+
+
+def sapo(tokens: "Tokens", temperature: Interval) -> Objective:
+    """SAPO has a soft gate in the place of a clip: the weight of a token falls on both sides of r = 1, the sooner the
+    higher the temperature is. It is higher for tokens that are to become less likely."""
+    high, low = temperature
+    steep = tokens.advantages.new_full((), high).where(tokens.advantages > 0, low)
+    gate = (steep * (tokens.ratio - 1)).sigmoid()
+    return 4 / steep * gate * tokens.advantages, tokens.sg_ratio > float("inf")
+
+
+def dppo(tokens: "Tokens", divergence: float, cap: float) -> Objective:
+    """DPPO, its binary total variation: a token is dropped where its probability, and not its ratio, has already moved
+    too far in the direction of its advantage. A rare token may have any ratio up to the cap, a likely one may not."""
+    moved = tokens.sg_logprobs.exp() - (tokens.sg_logprobs - tokens.log_ratio).exp()
+    too_far = (moved * tokens.advantages.sign()) > divergence
+    return tokens.weighted(tokens.sg_ratio.clamp(max=cap).where(~too_far, 0.0)), too_far | (tokens.sg_ratio > cap)
 
 
 def clip(tokens: "Tokens", epsilon: Interval, delta: float, cap: float) -> Objective:
@@ -167,6 +197,25 @@ SURROGATES: dict[str, Surrogate] = {
         "GSPO 2507.18071, equations 5 and 7; delta as for clip",
         {"epsilon": (3e-4, 4e-4), "delta": 4.0},
     ),
+    "gmpo": Surrogate(
+        gmpo,
+        "q A, where q is the geometric mean over the completion of min(r, 1 + epsilon_high) if A > 0, else of "
+        "max(r, 1 - epsilon_low)",
+        "GMPO 2507.20673, equation 4; its clip range is from e^-0.4 to e^0.4",
+        {"epsilon": (0.3297, 0.4918)},
+    ),
+    "sapo": Surrogate(
+        sapo,
+        "(4 / τ) sigmoid(τ (r - 1)) A, with the first temperature as τ where A > 0, else the second",
+        "SAPO 2511.20347, equations 5 and 6",
+        {"temperature": (1.0, 1.05)},
+    ),
+    "dppo": Surrogate(
+        dppo,
+        "sg(min(r, cap)) A log π, but 0 where π - μ (A > 0) or μ - π (A < 0) is above divergence",
+        "DPPO 2602.04879, binary total variation, with the values of its authors' scripts",
+        {"divergence": 0.15, "cap": 20.0},
+    ),
     "clip": Surrogate(
         clip,
         "min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); where A < 0, r counts at most delta. With several "
@@ -201,7 +250,8 @@ class LossConfig(Frozen):
     bounds: Bounds = Field(default_factory=lambda: Bounds())
     """Arguments of `ratio`; what is left out has the paper's value. `epsilon: [low, high]` is the clip range below and
     above 1; `delta` is the most that the ratio of a completion with a negative advantage counts, above the clip range;
-    `cap` is the most that a ratio counts; tokens outside of `band: [low, high]` are dropped (`.inf`: none above)."""
+    `cap` is the most that a ratio counts; tokens outside of `band: [low, high]` are dropped (`.inf`: none above);
+    `temperature: [positive, negative]` by the sign of the advantage; `divergence` is between probabilities."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference. With LoRA that is the model with its adapter switched off, no second model;
     with `learner.mode: full` a second set of weights (`model.reference_dtype`). Raise it to stay close."""

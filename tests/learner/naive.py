@@ -38,7 +38,18 @@ def loss(
     cap = config.bounds.get("cap") or {"cispo": 5.0, "sequence_truncate": 3.0}.get(config.ratio, 2.0)
     weights = {"truncated": held.clamp(max=cap), "cispo": held.clamp(max=cap), "icepop": held * inside}
     weights["masked"] = held.clamp(max=cap) * inside
-    if config.ratio in weights:
+    new, sign = config.arguments, torch.sign(torch.as_tensor(advantage))
+    if config.ratio == "dppo":
+        far = (lp.detach().exp() - behavior.exp()) * sign > new["divergence"]
+        value = -held.clamp(max=new["cap"]) * advantage * lp * ~far
+    elif config.ratio == "sapo":
+        tau = torch.where(sign > 0, *new["temperature"])
+        value = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    elif config.ratio == "gmpo":  # as its authors write it: the clipped logarithm, signed
+        limits = torch.tensor([1 - new["epsilon"][0], 1 + new["epsilon"][1]]).log()
+        logs = torch.where(sign > 0, (lp - behavior).clamp(max=limits[1]), (lp - behavior).clamp(min=limits[0]))
+        value = -logs.mean().exp().expand(len(lp)) * advantage
+    elif config.ratio in weights:
         value = -weights[config.ratio] * advantage * lp
     elif config.ratio.startswith("sequence"):
         value = _trl(lp, behavior, advantage) * _trl_correction(lp, behavior, config.ratio, low, high, cap)

@@ -382,10 +382,6 @@ def test_a_file_that_is_not_there_or_does_not_import_ends_the_start(tmp_path: Pa
 OF_TRL = """
 import torch
 
-def sapo(tokens):  # 2511.20347: a soft gate, narrower for tokens to be unlearned
-    tau = torch.where(tokens.advantages > 0, 1.0, 1.05)
-    return 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1)) * tokens.advantages, tokens.ratio > torch.inf
-
 def luspo(tokens):  # 2602.05261: gspo, each sequence by its length; with kind: grpo
     ratio = tokens.over_completions("mean").ratio
     each = torch.repeat_interleave(tokens.lengths, tokens.lengths)
@@ -404,7 +400,7 @@ def masked(tokens, cap):  # DeepSeek-V3.2's mask of sequences, its threshold as 
 """
 
 
-@pytest.mark.parametrize("name", ["sapo", "luspo", "vespo", "masked"])
+@pytest.mark.parametrize("name", ["luspo", "vespo", "masked"])
 def test_losses_of_trl_that_are_no_setting_are_a_few_lines(tmp_path: Path, name: str) -> None:
     """Values and slopes token by token, from the papers' formulas in plain numbers."""
     (tmp_path / "of_trl.py").write_text(OF_TRL)
@@ -423,10 +419,6 @@ def test_losses_of_trl_that_are_no_setting_are_a_few_lines(tmp_path: Path, name:
 def by_hand(name: str, log: float, logs: list[float], a: float) -> tuple[float, float]:
     """Of a token in a completion: the objective, and its derivative by the token's logprob."""
     size, r = len(logs), exp(log)
-    if name == "sapo":
-        tau = 1.0 if a > 0 else 1.05
-        gate = 1 / (1 + exp(-tau * (r - 1)))
-        return 4 / tau * gate * a, 4 * gate * (1 - gate) * r * a
     if name == "luspo":
         whole = exp(sum(logs) / size)
         bounded = min(whole * a, min(max(whole, 0.8), 1.2) * a)

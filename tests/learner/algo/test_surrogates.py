@@ -65,7 +65,8 @@ def bounds_at(draw: Any, ratios: list[float]) -> Any:
     low, high = within(0, 1), within(1, 8)
     return {
         "cap": within(1, 8), "band": (within(0, 1), within(1, 8)), "epsilon": (1 - low, high - 1),
-        "delta": within(math.nextafter(high, math.inf), 9),
+        "delta": within(math.nextafter(high, math.inf), 9), "temperature": (draw(st.floats(0.1, 4)), within(0.1, 4)),
+        "divergence": draw(st.floats(0.01, 1)),
     }  # fmt: skip
 
 
@@ -145,7 +146,10 @@ def test_bounds_on_every_edge(ratio: str) -> None:
         for above in beside[1]:
             epsilon = (1 - below, above - 1)
             for delta in (math.nextafter(above, 9), 3.0):
-                bounds = {"cap": above, "band": (below, above), "epsilon": epsilon, "delta": delta}
+                bounds = {
+                    "cap": above, "band": (below, above), "epsilon": epsilon, "delta": delta, "divergence": 0.25,
+                    "temperature": (below, above),
+                }  # fmt: skip
                 assert apart(ratio, case, bounds) <= LIMIT, bounds
 
 
@@ -266,6 +270,43 @@ def test_a_token_that_the_sampler_found_unlikely_cannot_outweigh_a_batch(ratio: 
     assert narrow.objective.tolist() == pytest.approx([-4, 2.56, -4])
 
 
+def test_gmpo_by_hand() -> None:
+    """Two completions of 2 tokens. A > 0: 4 counts as 2, with 0.5 their mean is 1. A < 0: 0.1 counts as 0.5, 8 as 8:
+    2. The tokens that are clipped have no gradient."""
+    ratio, advantage = torch.tensor([4.0, 0.5, 0.1, 8.0]), torch.tensor([3.0, 3.0, -1.0, -1.0])
+    arguments = LossConfig(ratio="gmpo", bounds={"epsilon": (0.5, 1.0)}).arguments
+    found = RATIOS["gmpo"](ratio.log(), advantage, torch.tensor([2, 2]), arguments)
+    assert found.weight.tolist() == pytest.approx([0, 1, 0, 2])
+    assert found.objective.tolist() == pytest.approx([3, 3, -2, -2])
+    assert found.clipped.tolist() == [True, False, True, False]
+    low, high = BOUNDS["gmpo"]["epsilon"]
+    assert (1 - low, 1 + high) == pytest.approx((math.exp(-0.4), math.exp(0.4)), abs=1e-4)
+
+
+def test_sapo_by_hand() -> None:
+    """At r = 1 the gate is a half and the weight 1; at r = 1 + ln 3 / τ it is 3/4 and the weight 3/4 r."""
+    ratio = torch.tensor([1.0, 1 + math.log(3), 1 + math.log(3) / 2])
+    arguments = LossConfig(ratio="sapo", bounds={"temperature": (1, 2)}).arguments
+    found = RATIOS["sapo"](ratio.log(), torch.tensor([1.0, 1.0, -1.0]), NO_LENGTHS, arguments)
+    assert found.weight.tolist() == pytest.approx([1, 0.75 * (1 + math.log(3)), 0.75 * (1 + math.log(3) / 2)])
+    assert found.objective.tolist() == pytest.approx([2, 3, -1.5])
+    assert not found.clipped.any()
+
+
+def test_dppo_by_hand() -> None:
+    """A token whose probability went from 0.5 to 0.7 is dropped where it was to become likelier; one from 0.001 to 0.1
+    is not, but its ratio of 100 counts 20; and so the other way round."""
+    before, now = torch.tensor([0.5, 0.5, 0.001, 0.7, 0.7, 0.1]), torch.tensor([0.7, 0.6, 0.1, 0.5, 0.6, 0.001])
+    advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    tokens = Tokens.of(now.log(), (now / before).log(), advantage, NO_LENGTHS)
+    objective, clipped = SURROGATES["dppo"].function(tokens, **SURROGATES["dppo"].settings)
+    assert objective.tolist() == pytest.approx([0, 1.2, 20, 0, -6 / 7, -0.01], rel=1e-5)
+    assert clipped.tolist() == [True, False, True, True, False, False]
+    against = Tokens.of(now.log(), (now / before).log(), -advantage, NO_LENGTHS)  # moved against their advantages
+    objective, _ = SURROGATES["dppo"].function(against, **SURROGATES["dppo"].settings)
+    assert objective.tolist() == pytest.approx([-1.4, -1.2, -20, 5 / 7, 6 / 7, 0.01], rel=1e-5)
+
+
 def test_sequence_ratios_by_hand() -> None:
     """Completions of 2, 1 and 2 tokens: s = 2 * 1.25 = 2.5, 3.5, and 4 * 0.02 = 0.08."""
     logs, advantage = torch.tensor([2.0, 1.25, 3.5, 4.0, 0.02]).log(), torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0])
@@ -287,8 +328,10 @@ def test_sequence_ratios_by_hand() -> None:
 @pytest.mark.parametrize("name", RATIOS)
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_a_ratio_on_its_bound_is_within_it(name: str, advantage: float) -> None:
-    """All bounds at 1, where exp(0) is exact."""
-    bounds: Any = {"band": (1.0, 1.0), "cap": 1.0, "epsilon": (0.0, 0.0), "delta": 1.0}
+    """All bounds at 1, where exp(0) is exact; a gate of temperature 2 is 1 there, too."""
+    bounds: Any = {
+        "band": (1.0, 1.0), "cap": 1.0, "epsilon": (0.0, 0.0), "delta": 1.0, "divergence": 0.0, "temperature": (2, 2),
+    }  # fmt: skip
     found = RATIOS[name](torch.zeros(2), torch.full((2,), advantage), torch.tensor([1, 1]), bounds)
     assert found.weight.tolist() == [1, 1]
     assert found.objective.tolist() == [advantage] * 2
@@ -306,6 +349,9 @@ def test_a_token_without_advantage_is_not_clipped_and_no_ratio_is_infinite() -> 
 LENGTHS = [100, 1, 249, 150]  # of completions: 500 tokens
 CHOICES: list[dict[str, Any]] = [
     *({"ratio": ratio} for ratio in RATIOS if ratio != "gspo"),
+    {"ratio": "gmpo", "bounds": {"epsilon": (0.1, 0.2)}},
+    {"ratio": "sapo", "bounds": {"temperature": (3, 1)}},
+    {"ratio": "dppo", "bounds": {"divergence": 0.05, "cap": 2}},
     {"ratio": "gspo", "bounds": {"epsilon": (0.2, 0.28)}},
     {"ratio": "gspo", "bounds": {"epsilon": (0.1, 0.1), "delta": 1.3}},
     {"ratio": "clip", "bounds": {"epsilon": (0.1, 0.4), "delta": 1.5}},
@@ -336,7 +382,7 @@ def test_slopes_are_the_gradient_that_autograd_gives(choice: dict[str, Any]) -> 
     batch = batch_of(behavior, advantages, coefficients, lengths=LENGTHS)
     slopes, parts = token_loss(logprobs, torch.zeros(500), batch, config, reference=None, version=0)
     assert not slopes.requires_grad
-    assert 10 < int(parts["clipped"]) < 490
+    assert 10 < int(parts["clipped"]) < 490 or config.ratio == "sapo"  # which has no bound
     assert int(parts["masked"]) == int((wanted == 0).sum())
     assert torch.allclose(slopes, wanted, rtol=1e-5, atol=1e-7)
 
@@ -371,7 +417,7 @@ def test_decoupled_by_hand() -> None:
     [
         (
             {"bounds": {"epsilon": [0.1, 0.1]}},
-            r"epsilon: belongs to ratio: gspo, clip, and masked has none; .*=\[0.1, 0.1\]",
+            r"epsilon: belongs to ratio: gspo, gmpo, clip, and masked has none; .*=\[0.1, 0.1\]",
         ),
         ({"bounds": {"delta": 3}}, r"bounds.delta: belongs to ratio: gspo, clip, and masked has none; .*got delta=3.0"),
         ({"ratio": "icepop", "bounds": {"cap": 3}}, r"cap: belongs to ratio: masked, .* and icepop has none"),
@@ -384,7 +430,10 @@ def test_decoupled_by_hand() -> None:
         ({"bounds": {"band": [1.1, 2]}}, r"bounds.band.0\n.*less than or equal to 1"),
         ({"bounds": {"cap": 0.5}}, r"bounds.cap\n.*greater than or equal to 1"),
         ({"bounds": {"cap": True}}, "bounds\n.*cap must be a number"),
-        ({"bounds": {"epsilom": 1}}, "bounds\n.*must be epsilon, delta, cap, band, got 'epsilom'"),
+        (
+            {"bounds": {"epsilom": 1}},
+            "bounds\n.*must be epsilon, delta, cap, band, temperature, divergence, got 'epsilom'",
+        ),
         ({"bounds": 3}, "bounds\n.*must be given by name"),
     ],
 )
