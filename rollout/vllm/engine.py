@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -150,7 +150,10 @@ class EngineSteps:
 
     def turn(self) -> None:
         """Executes the commands that need not wait, then steps the engine once and answers finished requests."""
-        while self.backlog and self._execute(self.backlog[0]):
+        while self.backlog:
+            with self._nothing_ahead() if isinstance(self.backlog[0], Load) else nullcontext():
+                if not self._execute(self.backlog[0]):
+                    break
             self.backlog.popleft()
         if self.engine.has_unfinished_requests():
             self._step()
@@ -189,9 +192,9 @@ class EngineSteps:
             yield
             return
         self.engine.sleep(level=0, mode="keep")  # level 0 stops the scheduler and frees nothing
-        while self._is_ahead():
-            self._step()
         try:
+            while self._is_ahead():
+                self._step()
             yield
         finally:
             self.engine.wake_up(tags=["scheduling"])
@@ -208,9 +211,7 @@ class EngineSteps:
         """Executes a command. False if it must wait for running requests; then later commands wait behind it."""
         try:
             if isinstance(command, Load):
-                with self._nothing_ahead():
-                    loaded = self._policies.load(command.staged, command.weights, running=bool(self.running))
-                if not loaded:
+                if not self._policies.load(command.staged, command.weights, running=bool(self.running)):
                     return False
                 settle(command.answer, command.staged.digest)
             elif isinstance(command, Rest):
