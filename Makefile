@@ -232,7 +232,7 @@ card: setup
 	PYTHONPATH=$$PWD$(if $(RIVALS),:$(RIVALS)) $(BIN)/python -m benchmarks.gpu.card --device $(DEVICE) \
 	    $$([ $(DEVICE) = cpu ] && echo --tiny) $(ARGS)
 
-# What `make card` needs on a machine without a network, in bundles under build/card-wheels (fetches 3 GB, takes 10 GB).
+# What `make card` needs on a machine without a network, in bundles under build/card-wheels (fetches 3.5 GB, takes 5.5 GB).
 card-wheels: setup
 	@$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)
 

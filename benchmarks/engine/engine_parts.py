@@ -87,7 +87,8 @@ class StepParts:
     def a_step(self) -> dict[str, float]:
         """Milliseconds of one step, by part; "step" is all of it."""
         ms = {part: found / self.steps for part, found in self.ms.items()}
-        ms["prepare"] = ms.pop("execute") - ms.get("model", 0.0) - ms.get("head", 0.0)
+        if "model" in ms:  # else all of it is told as `execute`: vLLM's second runner, as on a card
+            ms["prepare"] = ms.pop("execute") - ms["model"] - ms["head"]
         ms["other"] = ms["step"] - sum(found for part, found in ms.items() if part != "step")
         return ms
 

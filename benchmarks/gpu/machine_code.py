@@ -71,16 +71,13 @@ def entries_at(data: Bytes, at: int) -> tuple[list[Entry], int] | None:
 
 
 def superfluous(entries: list[Entry], architecture: int) -> list[Entry]:
-    """Machine code of other architectures; PTX where there is machine code of this one, else all PTX but the newest
-    that this one can have compiled."""
-    has_code = any(one.kind == CODE and one.architecture == architecture for one in entries)
-    can = [one.architecture for one in entries if one.kind == PTX and one.architecture <= architecture]
-    kept_ptx = None if has_code or not can else max(can)
-    return [
-        one
-        for one in entries
-        if (one.kind == CODE and one.architecture != architecture) or (one.kind == PTX and one.architecture != kept_ptx)
-    ]
+    """Machine code but the newest that runs there, which is of the same generation (80 runs on 89) and no newer; and
+    PTX where there is such code, else all PTX but the newest that can be compiled there."""
+    older = [one for one in entries if one.architecture <= architecture]
+    runs = [one.architecture for one in older if one.kind == CODE and one.architecture // 10 == architecture // 10]
+    compiles = [one.architecture for one in older if one.kind == PTX]
+    kept = (CODE, max(runs)) if runs else (PTX, max(compiles, default=0))
+    return [one for one in entries if one.kind in (CODE, PTX) and (one.kind, one.architecture) != kept]
 
 
 def strip(data: bytearray, architecture: int) -> Stripped:

@@ -24,6 +24,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -387,6 +388,8 @@ def extracted(data: bytes, wheel: Record, into: Path) -> None:
         with tarfile.open(fileobj=hashed, mode="r|") as tar:
             for member in tar:
                 place, source = into / member.name, tar.extractfile(member)
+                if place.is_symlink():  # of this machine's own file, which an earlier packing left out (linked)
+                    place.unlink()
                 if source is None or not place.resolve().is_relative_to(into.resolve()):
                     raise SystemExit(f"{wheel['wheel']}: {member.name} must be a file below {into}; pack it again")
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -413,7 +416,7 @@ def linked(there: dict[str, str], into: Path) -> None:
             raise SystemExit(f"{name}: must be {version} on this machine (--there), is {has}; pack without --there")
         for file in found.files or ():
             place = into / file
-            if ".." not in file.parts and not place.exists():
+            if ".." not in file.parts and not place.exists() and not place.is_symlink():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.symlink_to(Path(str(found.locate_file(file))))
 
@@ -425,6 +428,10 @@ def opened(name: str, group: Record, folders: Sequence[Path], into: Path) -> lis
     if done.exists() and done.read_text() == state:
         told(f"{name}: unpacked already")
         return []
+    if done.exists():
+        raise SystemExit(
+            f"{into}: must be empty for another packing, holds {name} of an earlier one; give another folder"
+        )
     missing = []
     for wanted in group["bundles"]:
         if not (stage / wanted["name"]).exists():
@@ -482,7 +489,8 @@ def unpack(folders: Sequence[Path], into: Path, only: Sequence[str]) -> list[str
 
 def exports(into: Path) -> str:
     """The line for the shell. FlashInfer is left out, and vLLM is told so."""
-    return f"export PYTHONPATH={into.absolute()}:$PWD VLLM_USE_FLASHINFER_SAMPLER=0"
+    place = shlex.quote(str(into.absolute()))
+    return f'export PYTHONPATH={place}:"$PWD${{PYTHONPATH:+:$PYTHONPATH}}" VLLM_USE_FLASHINFER_SAMPLER=0'
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,7 +85,7 @@ class Micro:
         if self.parts is None:
             return 0
         groups, prompt, each, own = self.parts
-        together = min(each, max(prompt // own, 1)) * own  # tokens of a block
+        together = min(each, max(max(prompt, BLOCK) // own, 1)) * own  # tokens of a block
         of_blocks = each * own * (prompt + together)
         return round(groups * (of_blocks + (prompt * prompt if 0 < window < prompt else 0)))
 
@@ -361,6 +361,7 @@ LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 WIDENED_ROWS = 1024  # learner.model.lora.TILE, which the driver cannot import: it loads no torch
 WINDOW_TILE = 512  # learner.model.attention.WINDOW_TILE, likewise
 MLP_TILE = 4096  # learner.model.policy.MLP_TILE, likewise
+BLOCK = 128  # learner.batch.layout.BLOCK, likewise
 
 
 def learner_bytes(shape: Shape, learning: Learning, micro: Micro) -> Parts:

@@ -167,8 +167,7 @@ SHORT = Workload(generations=16, prompt=128, completion=200, sequences=128)
 def test_a_launch_of_2_to_20_us_would_save_little_by_another_plan(
     name: str, size: int, base: Any, card: CardKind, work: Workload, lost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So what a launch costs is no setting, and is not measured. The last row is the worst of 413: 7 models, 6 cards, 3
-    lengths, adapters on one card and two, whole models. From 4 us on none of them loses a tenth."""
+    """So what a launch costs is no setting, and is not measured. A lower cost than the constant's matters more."""
     wish = Wish(base=base, layouts=SLICES)
     chosen = plan(SHAPES[name], size, work, wish, card=card)
     assert isinstance(chosen, Plan)
@@ -179,7 +178,7 @@ def test_a_launch_of_2_to_20_us_would_save_little_by_another_plan(
         best = plan(SHAPES[name], size, work, wish, card=card)
         assert isinstance(best, Plan)
         shares.append(cost(chosen, work, wish, card=card) / cost(best, work, wish, card=card) - 1)
-    assert max(shares) == pytest.approx(lost, abs=0.01)
+    assert max(shares) == shares[0] == pytest.approx(lost, abs=0.01)
 
 
 def test_no_setting_that_fits_is_faster_than_the_choice() -> None:
