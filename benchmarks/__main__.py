@@ -58,6 +58,8 @@ CASES = (
          "system.chaos --kinds 'kill driver' --every 8.5 12 --minutes 18 --name chaos_driver rollout.workers=1 "
          "cluster.learners=1", "chaos_driver"),
     Case("lost_node", "what the loss of an emulated node costs a run", "system.lost_node --away 8", "lost_node"),
+    Case("distill", "steps to a held-out accuracy by a teacher and by rewards, on the demo", "system.distill",
+         "distill"),
     Case("trl_2048", "TRL's own Game2048Env through a run; wants its path",
          "system.foreign_environments --steps 3 trl_2048", "trl_2048"),
     Case("glossary", "verifiers' own glossary through a run; wants an interpreter with it",

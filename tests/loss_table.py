@@ -63,7 +63,7 @@ geometric mean, and sg the stop-gradient.
 
 {surrogates}
 
-Values are those of the papers; `learner.loss.bounds={{cap: 3}}` replaces them (`cap`, `band`, `epsilon`, `delta`), and
+Values are those of the papers; `learner.loss.bounds={{cap: 3}}` replaces them (`cap`, `band`, `epsilon`, ...), and
 one that the objective does not have is refused. An objective with sg is reported, in `loss/total`, without its log π.
 `policy/clip_fraction` is the share of trained tokens whose ratio is out of a bound, `policy/masked_fraction` of those
 that lost all of their gradient (tokens of advantage 0, which are trained with beta > 0 or a loss of your own alone,
@@ -103,6 +103,23 @@ The gradient is the KL's own and corrected for the sampler, but for the cap of 2
 the value: (1 - exp(d)) ∇ log π, which TRL's GRPO takes without `use_bias_correction_kl`, is in expectation the gradient
 of KL(reference || π), and unbounded where the reference finds a token far likelier. `policy/kl` is the mean of the
 value over the trained tokens; in `loss/total` it counts beta c times (`learner/algo/loss.py`, `kl_to_reference`).
+
+## learner.algorithm: distill
+
+On-policy distillation (Agarwal et al. 2306.13649, with the reverse KL; MiniLLM, Gu et al. 2306.08543): the policy's own
+completions, and of the loss above the KL alone, with `model.reference` as the teacher. So each token has the advantage
+log teacher - log π, and the gradient over all tokens of a vocabulary is that of KL(π || teacher)
+(`tests/learner/algo/test_loss.py`). `policy/kl` says how far the policy still is; rewards are measured and teach
+nothing; a completion without one is trained on, too.
+
+```bash
+make demo                                                         # the teacher: runs/demo-seed0/adapter
+make demo ARGS="name=student learner.algorithm=distill learner.loss.beta=1 model.reference=runs/demo-seed0/adapter"
+```
+
+The teacher is an adapter of the same base, as any reference: no second model, one forward pass more
+(`learner.mode: full`: a whole model). It sees the prompt that the policy sees. With `grpo` and `beta` above 0 the same
+teacher counts beside the rewards. `python -m benchmarks distill` compares it with GRPO.
 
 ## A loss of your own
 

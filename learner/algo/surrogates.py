@@ -102,8 +102,9 @@ def gmpo(tokens: "Tokens", epsilon: Interval) -> Objective:
     A token whose ratio is clipped has no gradient; the others have that of the geometric mean."""
     ratio, advantage = tokens.sg_ratio, tokens.advantages
     bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(min=1 - epsilon[0]))
+    logs = bounded.log().where(bounded != ratio, tokens.log_ratio)
+    mean = replace(tokens, log_ratio=logs).over_completions("mean").sg_ratio
     held = (bounded != ratio) & (advantage != 0)
-    mean = replace(tokens, log_ratio=bounded.log()).over_completions("mean").sg_ratio
     return mean * advantage * tokens.unit.detach().where(held, tokens.unit), held
 
 

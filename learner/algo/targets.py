@@ -26,6 +26,9 @@ class Settings(Protocol):
     @property
     def updates_per_batch(self) -> int: ...
 
+    @property
+    def algorithm(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:
@@ -51,7 +54,9 @@ def targets_of(
     """Returns the targets of a batch.
 
     Whole groups go to the updates in their order, as evenly as possible. Advantages are computed over the batch;
-    coefficients over the trajectories of an update, in which a trajectory counts once, however many rows it has.
+    coefficients over the trajectories of an update, in which a trajectory counts once, however many rows it has. A
+    teacher (learner.algorithm: distill) has something to say of completions without a reward, too, and their advantage
+    is its share of the loss alone (learner.loss.beta).
 
     With loss.mask_truncated (DAPO 2503.14476, section 3.4; mask_truncated_completions in TRL) a completion that was cut
     off has no tokens in the loss, but its reward counts in the advantages of its group.
@@ -63,7 +68,8 @@ def targets_of(
     if not rows.rewards:
         return Targets(np.empty(0), np.empty(0), np.empty(0, bool), np.empty(0, np.int64))
     rewards = np.concatenate(rows.rewards)
-    scored = np.isfinite(rewards)
+    distills = config.algorithm == "distill"
+    scored = np.isfinite(rewards) | distills
     lengths = rows.of_trajectories(np.where(rows.truncated & loss.mask_truncated, 0, rows.counts))
     groups = np.arange(len(rows.rewards)) * updates // len(rows.rewards)
     update = np.repeat(groups, [len(group) for group in rows.rewards])
@@ -71,6 +77,11 @@ def targets_of(
     for number in range(updates):
         own = scored & (update == number)
         coefficients[own] = LOSSES[loss.kind](lengths[own], max_completion_length)
+    if distills:
+        nothing = np.zeros(len(rows.completions))
+        return Targets(
+            nothing, rows.of_rows(coefficients), ~(rows.truncated & loss.mask_truncated), rows.of_rows(update)
+        )
     trained = learnable(rows, loss)
     if advantages is None:
         of_completions = rows.of_rows(np.concatenate(ADVANTAGES[loss.advantage](rows.rewards)))

@@ -50,6 +50,21 @@ def _ppo(config: Settings) -> bool:
     return config.learner.algorithm == "ppo"
 
 
+def _distills(config: Settings) -> bool:
+    return config.learner.algorithm == "distill"
+
+
+def _asks_for_objective(config: Settings) -> bool:
+    """Whether a setting is given that is about rewards' share in the gradient."""
+    loss, other = config.learner.loss, LossConfig()
+    return (
+        (loss.ratio, loss.bounds, loss.advantage, loss.top_entropy)
+        != (other.ratio, other.bounds, other.advantage, other.top_entropy)
+        or config.rollout.dynamic_sampling
+        or bool(adapters_of(config.rewards))
+    )
+
+
 REWARDS = (
     Rule(
         "rewards:", "must list at least one reward function, unless an environment gives the rewards; env.use=tools "
@@ -280,6 +295,19 @@ LEARNER = (
         lambda c: c.learner.loss.advantage != LossConfig().advantage if _ppo(c) else c.learner.value != ValueConfig(),
     ),
     Rule(
+        "learner.algorithm: distill", "needs a teacher, model.reference, an adapter of the same base (with "
+        "learner.mode=full a model), and learner.loss.beta above 0, its weight", "set both, for example beta=1",
+        ("learner.algorithm", "model.reference", "learner.loss.beta"),
+        lambda c: _distills(c) and c.model.reference is None,  # with one beta is asked for in any case
+    ),
+    Rule(
+        "learner.algorithm: distill", "learns from the teacher alone: it does not go with learner.loss.ratio, bounds, "
+        "advantage or top_entropy, rollout.dynamic_sampling, nor rewards that use: "
+        "adapter:<folder>", "leave them out, or set grpo, where beta weighs the same teacher beside the rewards",
+        ("learner.algorithm",),
+        lambda c: _distills(c) and _asks_for_objective(c),
+    ),
+    Rule(
         "learner.value.warmup:", "must be below the run's steps, else the policy never learns",
         "lower it, or raise steps", ("steps",),
         lambda c: c.num_steps is not None and c.learner.value.warmup >= c.num_steps,
@@ -288,7 +316,7 @@ LEARNER = (
         "rollout.num_generations:",
         "must be at least 2 with learner.algorithm=grpo, which compares the completions of a group",
         "raise it, or set learner.algorithm=ppo", ("rollout.num_generations", "learner.algorithm"),
-        lambda c: not _ppo(c) and c.rollout.num_generations < 2,
+        lambda c: c.learner.algorithm == "grpo" and c.rollout.num_generations < 2,
     ),
 )  # fmt: skip
 HARDWARE = (

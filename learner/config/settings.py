@@ -104,9 +104,11 @@ class ValueConfig(Frozen):
 class LearnerConfig(Frozen):
     """The learner's update."""
 
-    algorithm: Literal["grpo", "ppo"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "distill"] = "grpo"
     """Where advantages come from: `grpo` compares the completions of a group; `ppo` asks a value model, token by token,
-    and needs no groups. PPO for rewards of turns or long trajectories, where one number for all tokens says little."""
+    and needs no groups. PPO for rewards of turns or long trajectories, where one number for all tokens says little.
+    `distill`: from a teacher, `model.reference`, token by token, on the policy's own completions; rewards are measured
+    and teach nothing ([losses.md](losses.md))."""
     value: ValueConfig = ValueConfig()
     mode: Literal["lora", "full"] = "lora"
     """`lora` trains an adapter, `full` every weight of the model, at several times the memory."""
@@ -183,8 +185,9 @@ class ModelConfig(Frozen):
     adapter: str | None = None
     """Folder of a PEFT LoRA adapter to start from; what `learner.lora` leaves out is the adapter's."""
     reference: str | None = None
-    """What to stay close to (`learner.loss.beta`): a folder of an adapter; null: `adapter`, or the base. With
-    `learner.mode: full` a whole model; null: the weights that training starts from."""
+    """What to stay close to (`learner.loss.beta`), or with `learner.algorithm: distill` the teacher: a folder of an
+    adapter; null: `adapter`, or the base. With `learner.mode: full` a whole model; null: the weights that training
+    starts from."""
     reference_dtype: Literal["auto", "int8"] = "auto"
     """With `learner.mode: full`: how the reference's second set of weights is held; `auto`: as `dtype`, `int8`: half
     the bytes."""

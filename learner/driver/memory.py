@@ -260,7 +260,7 @@ def pace_of(config: RunConfig) -> Pace:
     return Pace(
         learner.groups_per_step, config.rollout.max_completion_length, config.rollout.workers, config.cluster.learners,
         together=config.max_staleness > 0, updates=learner.updates_per_batch,
-        further=(learner.loss.beta > 0) + 2.0 * (learner.algorithm != "grpo"),
+        further=(learner.loss.beta > 0) + 2.0 * (learner.algorithm == "ppo"),
     )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:
 def _value_rank(config: RunConfig) -> int:
     """LoRA rank of PPO's value model; 0 without one."""
     learner = config.learner
-    return 0 if learner.algorithm == "grpo" else _adapter_rank(learner.value.start, learner.lora.rank)
+    return 0 if learner.algorithm != "ppo" else _adapter_rank(learner.value.start, learner.lora.rank)
 
 
 def _adapter_rank(folder: str | None, own: int) -> int:

@@ -255,8 +255,8 @@ Plan = Callable[[int], Sequence[MicroBatch]]  # token budget -> micro-batches
 
 
 def value_roles(config: LearnerConfig) -> list[ScoredRole]:
-    """The roles that the base model has besides the policy: PPO's value, none with GRPO."""
-    if config.algorithm == "grpo":
+    """The roles that the base model has besides the policy and its reference: PPO's value."""
+    if config.algorithm != "ppo":
         return []
     return [ScoredRole(VALUE, config.value.start, trained=True, key="learner.value.start")]
 
@@ -367,8 +367,8 @@ class ValueLearner:
 def value_learner(
     policy: Policy, config: LearnerConfig, budget: TokenBudget, *, dtype: str, total_steps: int
 ) -> ValueLearner | None:
-    """Returns the learner of PPO's value; None with GRPO."""
-    if config.algorithm == "grpo":
+    """Returns the learner of PPO's value; None without PPO."""
+    if config.algorithm != "ppo":
         return None
     return ValueLearner(policy, config, budget, dtype=dtype, total_steps=total_steps)
 

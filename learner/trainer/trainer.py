@@ -344,7 +344,7 @@ class Trainer(TrainerService):
             total_steps=total_steps,
         )
         self._sender = Sender(self._policy, merged=learner.push == "merged")
-        self._guard, self._version = NonFiniteGuard(), 0
+        self._guard, self._version, self._compares = NonFiniteGuard(), 0, learner.algorithm == "grpo"
         self._thread = BaseThread(mapped)
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
@@ -406,8 +406,8 @@ class Trainer(TrainerService):
         self._thread.check(self._version)
         self._memory.check()
         self._guard.after(learned.failed, metrics, may_overflow=self._updates.may_overflow, step=self._version)
-        # With PPO the value learns as much from a group whose rewards are all equal as from any other.
-        if self._updates.value is None:
+        # A value or a teacher teaches as much of a group whose rewards are all equal as of any other.
+        if self._compares:
             metrics["reward/zero_variance_groups"] = float(sum(not has_signal(rewards) for rewards in rows.rewards))
         return metrics | {
             "loss/learning_rate": rate,

@@ -108,6 +108,20 @@ def test_kl_gradient_is_that_of_the_kl_itself() -> None:
     assert torch.allclose(found, wanted, atol=1e-6)
 
 
+def test_what_a_teacher_teaches_is_the_gradient_of_the_reverse_kl() -> None:
+    """learner.algorithm: distill. Over all tokens of a vocabulary, weighted by the policy's probabilities, the slopes
+    add up to the gradient of KL(policy || teacher) by the logits: the closed form of on-policy distillation."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(50, dtype=torch.float64, requires_grad=True), torch.randn(50).double().log_softmax(0)
+    logs = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((logs.exp() * (logs - teacher)).sum(), logits, retain_graph=True)
+    batch = batch_of(logs.detach(), torch.zeros(50).double(), logs.detach().exp())
+    slopes, _ = token_loss(logs, torch.zeros(50), batch, LossConfig(beta=1), reference=teacher, version=0)
+    (found,) = torch.autograd.grad(logs, logits, slopes)
+    assert (found - wanted).abs().max() < 1e-12
+    assert wanted.abs().max() > 0.01
+
+
 def test_beta_weighs_the_kl() -> None:
     logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
     batch = batch_of(logprobs, torch.zeros(2), torch.tensor([0.5, 0.5]))

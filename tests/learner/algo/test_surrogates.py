@@ -79,7 +79,8 @@ def ratios_of(case: dict[str, Any]) -> list[float]:
 
 
 def apart(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None = None) -> float:
-    """How far slopes, loss and counts of token_loss are from those of the formulas by hand, at most."""
+    """How far slopes, loss and counts of token_loss are from those of the formulas by hand, at most: of numbers above 1
+    the share."""
     bounds = {name: bounds[name] for name in SURROGATES[ratio].settings}
     config = LossConfig.model_construct(
         ratio=ratio, bounds=bounds
@@ -90,9 +91,10 @@ def apart(ratio: str, case: dict[str, Any], bounds: Any, proximal: Tensor | None
         case["logprobs"], torch.zeros(n), batch, config, reference=None, version=0, proximal=proximal
     )
     wanted = hand_slopes.weigh(ratio, case["logprobs"], case["behavior"], a, case["lengths"], bounds, proximal)
+    slopes_by_hand, loss_by_hand = -c * wanted.weight * a, -(c * wanted.objective).sum()
     differences = [
-        (slopes + c * wanted.weight * a).abs().max(),
-        parts["loss"] + (c * wanted.objective).sum(),
+        ((slopes - slopes_by_hand) / slopes_by_hand.abs().clamp(min=1)).abs().max(),
+        (parts["loss"] - loss_by_hand) / loss_by_hand.abs().clamp(min=1),
         parts["clipped"] - wanted.clipped.sum(),
         parts["masked"] - ((wanted.weight == 0) & (a != 0)).sum(),
     ]

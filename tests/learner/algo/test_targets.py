@@ -44,6 +44,19 @@ def test_a_truncated_completion_counts_in_the_advantages_and_is_not_trained(kind
     assert found.coefficients[own].tolist() == pytest.approx([c for c, t in zip(coefficients, own, strict=True) if t])
 
 
+def test_a_teacher_says_something_of_every_completion() -> None:
+    """Of one without a reward and of a group whose rewards are equal, too; cut ones are left out where they are asked
+    to be."""
+    groups = [GROUPS[0] | {"rewards": [0, None, 2]}, GROUPS[1] | {"rewards": [1, 1]}]
+    rows = read([make_group([7, 8], behavior=uniform, position=i, **group) for i, group in enumerate(groups)])
+    for masked, trained, tokens in ((False, [True] * 5, 15), (True, [True, True, False, True, True], 11)):
+        loss = LossConfig(beta=1, mask_truncated=masked)
+        found = targets_of(rows, LearnerConfig(algorithm="distill", loss=loss), max_completion_length=10)
+        assert found.trained.tolist() == trained
+        assert found.advantages.tolist() == [0.0] * 15
+        assert found.coefficients[found.trained] == pytest.approx([1 / tokens] * sum(trained))
+
+
 def test_truncated_completions_train_unless_masked_and_an_update_may_be_left_with_none() -> None:
     plain = found_in(LossConfig(advantage="none"))
     assert plain.trained.tolist() == [True, False, True, True, True]

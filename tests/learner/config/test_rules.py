@@ -16,7 +16,8 @@ TURNS = ("memory.layout=alternating", *SHARED)
 ONE_BASE, DIVIDED = "memory.layout=shared", "memory.layout=sharded"
 EXPERTS = "learner.lora.targets=[q_proj,experts]"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
-PPO = "learner.algorithm=ppo"
+PPO, DISTILL = "learner.algorithm=ppo", "learner.algorithm=distill"
+TAUGHT = [DISTILL, "model.reference=x", "learner.loss.beta=1"]
 SEVERAL = ("cluster.learners=2",)
 SPREAD = "cluster.tensor_parallel=2"
 OFFLOAD = "learner.checkpointing=offloaded"
@@ -123,6 +124,19 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([CLIP, "learner.loss.bounds.cap=2"], "learner.loss.bounds: cap with ratio=clip.*got.*bounds=..cap.: 2.0."),
     (["learner.loss.ratio=gspo"], "learner.loss.bounds: epsilon must be given.*model.dtype=bfloat16"),
     ([PPO, "learner.loss.advantage=group"], "learner.value, learner.loss.advantage: are one of .*advantage=group"),
+    ([DISTILL, "learner.loss.beta=1"], "learner.algorithm: distill needs a teacher, .*model.reference=null, .*beta=1"),
+    ([DISTILL, "model.reference=x"], "model.reference, reference_dtype: need learner.loss.beta"),
+    *(
+        ([*TAUGHT, wrong], "learner.algorithm: distill learns from the teacher alone: it does not go with ")
+        for wrong in (
+            "learner.loss.ratio=icepop",
+            "learner.loss.bounds.cap=3",
+            "learner.loss.advantage=none",
+            MODEL,
+            "learner.loss.top_entropy=0.5",
+            "rollout.dynamic_sampling=true",
+        )
+    ),
     (["learner.value.lam=0.9"], "learner.value, learner.loss.advantage: are one of .*got learner.algorithm=grpo"),
     ([PPO, "learner.value.warmup=5", "steps=5"], "learner.value.warmup: must be below the run's steps.*got steps=5"),
     (["rollout.num_generations=1"], "rollout.num_generations: must be at least 2 .*got rollout.num_generations=1"),
@@ -142,6 +156,8 @@ ALLOWED = [
     ["env.use=tools", "env.step_timeout_s=20", "env.args.turn_timeout_s=19"],
     ["env.use=tools", "env.concurrency=1", "cluster.patience=3"],
     [PPO, "rollout.num_generations=1", "learner.value.warmup=3"],
+    [*TAUGHT, "rollout.num_generations=1", "learner.loss.mask_truncated=true", "learner.loss.kind=grpo"],
+    [*TAUGHT, FULL],
     ["epochs=2"],
     ["rollout.in_flight=continue", "max_staleness=1"],
     ["model.base=nf4"],

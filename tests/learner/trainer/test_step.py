@@ -21,7 +21,8 @@ from learner.config.settings import LearnerConfig
 from learner.trainer.step import Learned, Update
 from learner.trainer.trainer import Trainer
 from rollout.schema import SCHEMA, masks_of, ragged
-from tests.learner import naive
+from tests.learner import naive, trainers
+from tests.learner.adapters import written_adapter
 from tests.learner.rollouts import make_group, make_groups, observed, uniform
 from tests.learner.trainers import (
     MAX_LENGTH,
@@ -65,6 +66,30 @@ def naive_updates(model: Any, groups: list[pa.Table], advantages: list[list[floa
         if own == [0, 1]:
             optimizer.step()
     return {name: weight.grad for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("budget", [40, 1000])
+async def test_a_teacher_alone_gives_the_textbooks_gradient(
+    tiny_path: str, adapter_path: str, groups: list[pa.Table], tmp_path: Path, budget: int
+) -> None:
+    """learner.algorithm: distill, of a teacher that is another adapter on the same base. A completion without a reward
+    is trained on, and the rewards change nothing."""
+    teacher, loss = written_adapter(tiny_path, tmp_path, seed=2), LossConfig(beta=1)
+    taught: dict[str, Any] = {"adapter": adapter_path, "algorithm": "distill", "loss": loss, "token_budget": budget}
+    trainer = make_trainer(tiny_path, model={"reference": teacher}, **taught)
+    found = await gradient(trainer, groups)
+    wanted = trainers.naive_gradient(
+        naive.load(tiny_path, adapter_path), naive.load(tiny_path, teacher), groups, loss, [[0.0] * 4] * 3
+    )
+    assert distance(found, wanted) < 5e-5
+    same = [
+        group.set_column(group.column_names.index("reward"), "reward", pa.array([1.0] * 4, pa.float32()))
+        for group in groups
+    ]
+    metrics = await make_trainer(tiny_path, model={"reference": teacher}, **taught).step(same)
+    assert metrics["loss/grad_norm"] == pytest.approx(float(torch.cat([g.flatten() for g in found.values()]).norm()))
+    assert "reward/zero_variance_groups" not in metrics
+    assert metrics["policy/kl"] > 0.01
 
 
 @pytest.mark.parametrize("budget", [40, 1000])
