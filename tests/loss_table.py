@@ -117,6 +117,10 @@ make demo                                                         # the teacher:
 make demo ARGS="name=student learner.algorithm=distill learner.loss.beta=1 model.reference=runs/demo-seed0/adapter"
 ```
 
+Every token has a gradient, and none is divided by a standard deviation, so begin with a lower rate than with GRPO:
+SmolLM2 with the task of `make demo-real` and a teacher at 0.85 went in 20 steps from 0.158 to 0.417 at 5e-5, one policy
+version ahead; at GRPO's 2e-4 it moved so far within a step that `guard.mismatch_k3` ended the run (one run each).
+
 The teacher is an adapter of the same base, as any reference: no second model, one forward pass more
 (`learner.mode: full`: a whole model). It sees the prompt that the policy sees. With `grpo` and `beta` above 0 the same
 teacher counts beside the rewards. `python -m benchmarks distill` compares it with GRPO.
