@@ -46,7 +46,8 @@ from torch._C._autograd import DeviceType
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.common import ROOT, as_table
-from benchmarks.engine.engine_parts import StepParts
+from benchmarks.engine.engine_parts import GENERATIONS
+from benchmarks.engine.engine_parts import measured as measured_step
 from benchmarks.gpu import system
 from benchmarks.gpu.learner import TINY
 from benchmarks.gpu.model import group, make_trainer, steps
@@ -220,7 +221,6 @@ def engine(options: argparse.Namespace, count: int, device: str) -> Found:
 
     os.environ |= required_env(cuda=device == "cuda")
     from rollout.engine import EngineSettings
-    from rollout.types import Sampling
     from rollout.vllm.engine import VllmEngine
 
     tiny = options.tiny
@@ -233,21 +233,11 @@ def engine(options: argparse.Namespace, count: int, device: str) -> Found:
         )
     )  # fmt: skip
 
-    async def sampled() -> None:
-        await asyncio.gather(
-            *(ours.generate([5 + i] * (length // 2), Sampling(n=8, max_tokens=length // 2, seed=8 * i, temperature=1.0))
-              for i in range(count // 8))
-        )  # fmt: skip
-
     async def run() -> Found:
         await ours.load_adapter(adapter_of(folder))
-        await sampled()
-        started = time.perf_counter()
-        with StepParts(ours) as parts:
-            await sampled()
-        seconds = time.perf_counter() - started
-        cpu = {f"cpu_{part}_ms": ms for part, ms in parts.a_step().items()}
-        return {"ms": 1e3 * seconds / parts.steps, "steps": parts.steps} | cpu
+        found = await measured_step(ours, [[5 + i] * (length // 2) for i in range(count // GENERATIONS)], length // 2)
+        cpu = {f"cpu_{part}_ms": ms for part, ms in found["ms"].items()}
+        return {"ms": found["wall_ms"], "steps": found["steps"]} | cpu
 
     return asyncio.run(run())
 

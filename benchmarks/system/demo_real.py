@@ -12,11 +12,11 @@ A run's accuracy and seconds are read from its metrics.jsonl, the number of held
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import RESULTS, as_table, conditions, parser_of, save, under
+from benchmarks.system.system_run import accuracies, rows
 from cluster.reading import read_yaml
 from learner.tools.evaluation import wilson
 
@@ -48,10 +48,9 @@ class Curve(NamedTuple):
 
 
 def curve_of(run: Path) -> Curve:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    points = [(int(row["step"]), float(row["eval/accuracy"])) for row in rows if "eval/accuracy" in row]
+    lines = rows(run)
     problems = len(Path(read_yaml(run / "config.yaml")["data"]["eval"]["path"]).read_text().splitlines())
-    return Curve(run.name, problems, sum(row.get("time/step", 0.0) for row in rows) / 60, points)
+    return Curve(run.name, problems, sum(line.get("time/step", 0.0) for line in lines) / 60, accuracies(lines))
 
 
 def table(curves: list[Curve]) -> str:

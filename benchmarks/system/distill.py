@@ -9,28 +9,25 @@ evaluates every five steps, which is the grain of the answer.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
+from itertools import product
 from pathlib import Path
 
-from benchmarks.common import ENGINE_PACKAGES, ROOT, as_table, conditions, parser_of, save, under
+from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, parser_of, save, under
+from benchmarks.system.system_run import Tree, accuracies, demo, finished, rows
 
 REACHED, RATES, EVERY = 0.85, ("1e-4", "3e-4"), 5
+TEACHER_STEPS, LIMIT_S = 60, 600.0
 Curve = list[tuple[int, float]]
 
 
-def curve_of(folder: Path, name: str, *settings: str) -> Curve:
-    """Step and held-out accuracy of a run of the demo with these settings."""
-    command = [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml", f"output_dir={folder}"]
-    run = subprocess.run(
-        [*command, f"name={name}", f"data.eval.every={EVERY}", *settings], cwd=ROOT, capture_output=True, text=True
-    )
-    if run.returncode != 0:
-        raise RuntimeError(f"{name}: the run must end with 0, ended with {run.returncode}:\n{run.stderr[-2000:]}")
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return [(int(row["step"]), float(row["eval/accuracy"])) for row in rows if row.get("eval/accuracy") is not None]
+def student(rate: str, seed: int, steps: int, teacher: Path | None) -> Tree:
+    """The demo from a new adapter, taught by the run in the folder; None: by rewards, with GRPO."""
+    tree = demo(steps, EVERY) | {"seed": seed}
+    tree["learner"] |= {"learning_rate": float(rate)}
+    if teacher is not None:
+        tree["learner"] |= {"algorithm": "distill", "loss": {"beta": 1}}
+        tree["model"] |= {"reference": str(teacher / "adapter")}
+    return tree
 
 
 def reached(curve: Curve) -> str:
@@ -44,26 +41,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     options = parser.parse_args()
     told, found = conditions(ENGINE_PACKAGES), {}
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        found["teacher"] = curve_of(folder, "teacher")
-        taught = "learner.algorithm=distill", "learner.loss.beta=1", f"model.reference={folder / 'teacher' / 'adapter'}"
-        for rate in RATES:
-            for seed in options.seeds:
-                own = f"learner.learning_rate={rate}", f"seed={seed}", f"steps={options.steps}"
-                for name, settings in (("distill", taught), ("GRPO", ())):
-                    run = f"{name} {rate} seed {seed}"
-                    found[run] = curve_of(folder, run.replace(" ", "-"), *own, *settings)
-                    print(run, found[run], flush=True)
-    rows = [
+    with finished(demo(TEACHER_STEPS, EVERY), LIMIT_S) as teacher:
+        found["teacher"] = accuracies(rows(teacher))
+        for rate, seed in product(RATES, options.seeds):
+            for name, taught_by in (("distill", teacher), ("GRPO", None)):
+                run = f"{name} {rate} seed {seed}"
+                with finished(student(rate, seed, options.steps, taught_by), LIMIT_S) as folder:
+                    found[run] = accuracies(rows(folder))
+                print(run, found[run], flush=True)
+    cells = [
         [rate, str(seed), *(reached(found[f"{name} {rate} seed {seed}"]) for name in ("distill", "GRPO")),
          *(f"{found[f'{name} {rate} seed {seed}'][2][1]:.3f}" for name in ("distill", "GRPO"))]
-        for rate in RATES for seed in options.seeds
+        for rate, seed in product(RATES, options.seeds)
     ]  # fmt: skip
     at = f"accuracy at step {2 * EVERY}"
     head = ["learning rate", "seed", f"steps to {REACHED}: distill", "GRPO", f"{at}: distill", "GRPO"]
     text = (
-        f"# Distillation on the policy's own samples, against GRPO: the demo\n\n{as_table(head, rows)}\n\n"
+        f"# Distillation on the policy's own samples, against GRPO: the demo\n\n{as_table(head, cells)}\n\n"
         f"The teacher, an adapter of the same base by GRPO, is at {found['teacher'][-1][1]:.3f}; a new adapter at "
         f"{found['teacher'][0][1]:.3f}. 200 held-out problems, answered greedily every {EVERY} steps.\n\n"
         f"Conditions: {under(told, 'No times are compared')}\n"

@@ -189,6 +189,11 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+def accuracies(lines: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Step and held-out accuracy of each evaluation."""
+    return [(int(line["step"]), float(line["eval/accuracy"])) for line in lines if "eval/accuracy" in line]
+
+
 def trained(run_dir: Path) -> list[tuple[int, int, int, int]]:
     """Groups of the ledger: step, position in the stream, attempt, generator."""
     found = set()
@@ -233,7 +238,7 @@ def run_gleaner(tree: Tree, mode: Mode, limit_s: float) -> Record:
         start_s=told[0]["at"] - told[0]["time/step"] - started, wall_s=wall, load=load,
         steps=_steps(told, [table.num_rows for table in batches], mode.staleness),
         lengths=lengths, ended=sum(ended) / len(ended),
-        accuracy=[(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line],
+        accuracy=accuracies(lines),
     )  # fmt: skip
 
 

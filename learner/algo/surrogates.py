@@ -100,17 +100,15 @@ def gmpo(tokens: "Tokens", epsilon: Interval) -> Objective:
     """GMPO has the geometric mean of a completion's ratios, each clipped by itself, where GRPO has the mean of their
     objectives: a token far from the others moves it less. The paper's mean over completions is that of loss.kind: grpo.
     A token whose ratio is clipped has no gradient; the others have that of the geometric mean."""
-    ratio, advantage = tokens.sg_ratio, tokens.advantages
-    bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(min=1 - epsilon[0]))
-    logs = bounded.log().where(bounded != ratio, tokens.log_ratio)
+    bounded, held = _bounded(tokens, epsilon, float("inf"))
+    logs = bounded.log().where(bounded != tokens.sg_ratio, tokens.log_ratio)
     mean = replace(tokens, log_ratio=logs).over_completions("mean").sg_ratio
-    held = (bounded != ratio) & (advantage != 0)
-    return mean * advantage * tokens.unit.detach().where(held, tokens.unit), held
+    return mean * tokens.advantages * tokens.unit.detach().where(held, tokens.unit), held
 
 
 def sapo(tokens: "Tokens", temperature: Interval) -> Objective:
     """SAPO has a soft gate in the place of a clip: the weight of a token falls on both sides of r = 1, the sooner the
-    higher the temperature is. It is higher for tokens that are to become less likely."""
+    higher the temperature is, which is higher for tokens that are to become less likely."""
     high, low = temperature
     steep = tokens.advantages.new_full((), high).where(tokens.advantages > 0, low)
     gate = (steep * (tokens.ratio - 1)).sigmoid()
@@ -118,7 +116,7 @@ def sapo(tokens: "Tokens", temperature: Interval) -> Objective:
 
 
 def dppo(tokens: "Tokens", divergence: float, cap: float) -> Objective:
-    """DPPO, its binary total variation: a token is dropped where its probability, and not its ratio, has already moved
+    """DPPO by its binary total variation: a token is dropped where its probability, not its ratio, has already moved
     too far in the direction of its advantage. A rare token may have any ratio up to the cap, a likely one may not."""
     moved = tokens.sg_logprobs.exp() - (tokens.sg_logprobs - tokens.log_ratio).exp()
     too_far = (moved * tokens.advantages.sign()) > divergence
@@ -142,10 +140,15 @@ def _ppo(tokens: "Tokens", epsilon: Interval, delta: float) -> Objective:
     r unbounded above, and a token with a gap of 5 nats between learner and sampler would weigh 148 times another, so r
     counts at most delta there (dual-clip PPO).
     """
+    bounded, held = _bounded(tokens, epsilon, delta)
+    return bounded.where(held, tokens.ratio) * tokens.advantages, held
+
+
+def _bounded(tokens: "Tokens", epsilon: Interval, delta: float) -> tuple["Tensor", "Tensor"]:
+    """Returns the ratios within these bounds, and whether a bound holds for the token: never where A = 0."""
     ratio, advantage = tokens.sg_ratio, tokens.advantages
     bounded = ratio.clamp(max=1 + epsilon[1]).where(advantage > 0, ratio.clamp(1 - epsilon[0], delta))
-    held = (bounded != ratio) & (advantage != 0)
-    return bounded.where(held, tokens.ratio) * advantage, held
+    return bounded, (bounded != ratio) & (advantage != 0)
 
 
 def _inside(ratio: "Tensor", band: Interval) -> "Tensor":
