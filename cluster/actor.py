@@ -220,6 +220,78 @@ class RevivableActor(Actor[S_co], Protocol[S_co]):
         answered for `silence_s` seconds, which means that it hangs."""
 
 
+# A process that several runs share, and what each run has of it (gleaner sweep).
+
+
+class Several(Generic[S]):
+    """Objects of one kind, one for each run. Each of their methods can be called here, with the number of the run
+    first."""
+
+    def __init__(self, objects: Sequence[S]) -> None:
+        self.objects = objects
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        async def call(run: int, *args: Any, **kwargs: Any) -> Any:
+            return await getattr(self.objects[run], name)(*args, **kwargs)
+
+        return call
+
+
+class SharedProcess:
+    """A process with Several objects. `of_run` gives the actor of each run's object.
+
+    If the process is lost, it is lost for all runs: the first that asks for a fresh one starts it, and the others get
+    the same.
+
+    lives: number of processes that were started in its place.
+    """
+
+    def __init__(self, actor: RevivableActor[Any]) -> None:
+        self.actor, self.lives = actor, 0
+        self._revival: asyncio.Task[None] | None = None
+
+    def of_run(self, run: int) -> "OfRun":
+        """The actor of the object of run number `run`."""
+        return OfRun(self, run)
+
+    async def revive(self, life: int, deadline_s: float) -> int:
+        """Starts a fresh process in place of number `life`, unless that was done already, and waits for it. Returns the
+        number of the present process. Raises as RevivableActor.revive."""
+        under_way = self._revival is not None and not self._revival.done()
+        if life == self.lives and not under_way:
+            self._revival = asyncio.create_task(self._revive(deadline_s))
+        if self._revival is not None:
+            await asyncio.shield(self._revival)  # the others wait for it even if this run ends
+        return self.lives
+
+    async def _revive(self, deadline_s: float) -> None:
+        await self.actor.revive(deadline_s)
+        self.lives += 1
+
+
+class OfRun:
+    """The RevivableActor of one run's object in a SharedProcess."""
+
+    def __init__(self, process: SharedProcess, run: int) -> None:
+        self.name = process.actor.name
+        self._process, self._run, self._life = process, run, process.lives
+
+    async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
+        """See Actor.call."""
+        return await self._process.actor.call(method, deadline_s, self._run, *args, **kwargs)
+
+    async def until_ended(self, silence_s: float) -> None:
+        """See RevivableActor.until_ended."""
+        await self._process.actor.until_ended(silence_s)
+
+    async def revive(self, deadline_s: float) -> None:
+        """See RevivableActor.revive, and SharedProcess.revive."""
+        self._life = await self._process.revive(self._life, deadline_s)
+
+
 class Local(Generic[S]):
     """A RevivableActor whose object is in this process, for tests and for runs without Ray."""
 

@@ -2,6 +2,7 @@
 operations that compute LoRA layers faster than PEFT does.
 """
 
+import copy
 import logging
 import re
 import warnings
@@ -486,9 +487,49 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
         weight.requires_grad = False
 
 
+def attach_beside(wrapped: Any, name: str, lora: LoraConfig, seed: int) -> dict[str, nn.Parameter]:
+    """Adds a new adapter `name` to the PEFT model, for the policy of another run: as `_fresh` makes the first policy's
+    with this seed, on the same layers, with the rank and alpha of `lora`. Returns its weights by PEFT's names of adapter
+    weights. What is trained so far, and which adapter is active, stay as they are."""
+    settings = copy.deepcopy(wrapped.peft_config[POLICY])
+    settings.r, settings.lora_alpha = lora.rank, lora.alpha
+    settings.inference_mode, settings.init_lora_weights = False, True
+    with unchanged(wrapped), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        wrapped.add_adapter(name, settings)
+    weights = adapter_weights(wrapped, name)
+    for weight in weights.values():
+        weight.requires_grad = True
+    return weights
+
+
+def adapter_weights(wrapped: Any, name: str) -> dict[str, nn.Parameter]:
+    """Returns the weights of the adapter `name` by PEFT's names of adapter weights."""
+    # The whole end of a name is compared, since a layer of the model may have the adapter's name.
+    ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+    return {
+        f"{place.removesuffix(f'.{name}.weight')}.weight": weight
+        for place, weight in wrapped.named_parameters()
+        if place.endswith(ends)
+    }
+
+
 @contextmanager
-def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
-    """Inside this block the model computes with the adapter `name`, or with the base alone (None).
+def unchanged(wrapped: Any) -> Iterator[None]:
+    """Restores what PEFT changes when it adds an adapter: requires_grad of all weights, and the flag `training` of all
+    modules, which checkpointing and 4-bit layers read."""
+    modes = [(module, module.training) for module in wrapped.modules()]
+    trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
+    yield
+    for module, training in modes:
+        module.training = training
+    _set_trained(trained)
+
+
+@contextmanager
+def acting_as(wrapped: Any, name: str | None, policy: str = POLICY) -> Iterator[None]:
+    """Inside this block the model computes with the adapter `name`, or with the base alone (None); after it with that of
+    the policy.
 
     requires_grad of all weights stays as it is: PEFT's switches set it, so it is restored. A backward pass must be in
     the block of its forward pass, since activation checkpointing computes layers again.
@@ -503,7 +544,7 @@ def acting_as(wrapped: Any, name: str | None) -> Iterator[None]:
             _set_trained(trained)
             yield
     finally:
-        wrapped.set_adapter(POLICY)
+        wrapped.set_adapter(policy)
         _set_trained(trained)
 
 

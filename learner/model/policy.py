@@ -13,6 +13,7 @@ their gradients, 2N for the gradients of a micro-batch and 8N for AdamW's states
 bits (learner.model.reference).
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -38,7 +39,7 @@ from learner.model.bases.shared import MappedBase
 from learner.model.experts import Routers, merged_experts
 from learner.model.fusion import fuse
 from learner.model.logprob import decoder_of, logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
-from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach
+from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach, attach_beside
 from learner.model.masters import Masters
 from learner.model.packing_check import check_head
 from learner.model.reference import Reference, ShardedReference
@@ -257,7 +258,7 @@ class Policy:
         replays_routing: bool = False,
     ) -> None:
         self._lm = load_base(model, device, lora=lora is not None, mapped=mapped, sharded=sharded)
-        self._offload = offload
+        self._offload, self._adapter = offload, POLICY
         self._routers: Routers | None = None
         self.head = head_of(self._lm, model.path)
         self.logits = logits_of(self._lm.config.get_text_config())
@@ -275,10 +276,7 @@ class Policy:
         if lora is not None:
             own = [(name.replace(f".{POLICY}.", "."), weight) for name, weight in own if f".{POLICY}." in name]
         self.trained = Masters(dict(own), getattr(torch, model.dtype), keep=keep_masters)
-        if model.adapter is not None:
-            tensors = text_adapter(load_file(Path(model.adapter) / WEIGHTS_FILE))
-            check_finite(tensors.items(), model.adapter, "model.adapter")
-            self.load(tensors)
+        self._start_from(model)
         to_eval(self._peft)
         trial = partial(self.hidden, torch.zeros(1, 2, dtype=torch.int64, device=device))
         fuse(self._lm, trial, on_card=self.head.is_cuda)
@@ -293,6 +291,33 @@ class Policy:
         if lora is None and keep_reference:
             kept = ShardedReference(self._lm, model, device) if sharded else Reference(self._lm, model, trial)
             self._roles["reference"] = kept.acting
+
+    def _start_from(self, model: ModelConfig) -> None:
+        """Sets the weights to those of model.adapter, if training starts from one."""
+        if model.adapter is not None:
+            tensors = text_adapter(load_file(Path(model.adapter) / WEIGHTS_FILE))
+            check_finite(tensors.items(), model.adapter, "model.adapter")
+            self.load(tensors)
+
+    def beside(self, number: int, model: ModelConfig, lora: LoraConfig, seed: int, *, keep_masters: bool) -> "Policy":
+        """Returns the policy of another run on the same base: with an adapter of its own, that this one's constructor
+        would have made of these arguments, and the same reference. `activate` says which of them the model computes
+        with. number: of the run, from 1."""
+        other, name = copy.copy(self), f"run{number}"
+        weights = attach_beside(self._peft, name, lora, seed)
+        other._adapter = name
+        other.trained = Masters(weights, self.dtype, keep=keep_masters)
+        adapters = self._peft.peft_config
+        other.peft_config = as_json(adapters[name]) | base_of(model.source)
+        reference = REFERENCE if REFERENCE in adapters else None
+        other._roles = {"reference": partial(acting_as, self._peft, reference, name)}
+        other._start_from(model)
+        return other
+
+    def activate(self) -> None:
+        """Has the model compute with this policy's adapter, where several policies are on one base (`beside`)."""
+        if self._peft.active_adapter != self._adapter:
+            self._peft.set_adapter(self._adapter)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -386,7 +411,8 @@ class Policy:
     def scalings(self) -> dict[str, float]:
         """Returns the scaling alpha / r of each layer with an adapter, by PEFT's name of the layer."""
         layers = ((name, module) for name, module in self._peft.named_modules() if isinstance(module, LoraLayer))
-        return {name: float(layer.scaling[POLICY]) for name, layer in layers if POLICY in layer.scaling}
+        own = self._adapter
+        return {name: float(layer.scaling[own]) for name, layer in layers if own in layer.scaling}
 
     def save_config(self, folder: Path) -> None:
         """Writes the base model's config.json and generation_config.json."""

@@ -8,8 +8,7 @@ since the base is a causal language model with its own head.
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from cluster.errors import WrongInput
 from learner.model.adapter_config import CONFIG_FILE, HEAD, base_of, read_scored
 from learner.model.base import check_finite
-from learner.model.lora import POLICY, as_json
+from learner.model.lora import POLICY, adapter_weights, as_json, unchanged
 from learner.model.masters import Masters, difference
 from rollout.data.model_files import WEIGHTS_FILE, load_tokenizer
 from rollout.text_part import text_adapter, whole_adapter
@@ -97,16 +96,10 @@ class ScoredAdapter:
         place = lm.get_output_embeddings().weight
         tensors = {} if role.folder is None else text_adapter(load_file(Path(role.folder) / WEIGHTS_FILE))
         settings = _settings(wrapped, role)
-        with _unchanged(wrapped), torch.random.fork_rng():
+        with unchanged(wrapped), torch.random.fork_rng():
             torch.manual_seed(seed)
             wrapped.add_adapter(role.name, settings)
-        # The whole end of a name is compared, since a layer of the model may have the role's name.
-        own = (f".lora_A.{role.name}.weight", f".lora_B.{role.name}.weight")
-        lora = {
-            f"{name.removesuffix(f'.{role.name}.weight')}.weight": weight
-            for name, weight in wrapped.named_parameters()
-            if name.endswith(own)
-        }
+        lora = adapter_weights(wrapped, role.name)
         self.head = ScalarHead.zeros(place.shape[1], place.device)
         self.weights: dict[str, nn.Parameter] = lora | {HEAD: self.head.weight}
         if role.folder is not None:
@@ -184,16 +177,3 @@ def _fill(weights: dict[str, nn.Parameter], tensors: dict[str, Tensor], folder: 
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(tensors[name])
-
-
-@contextmanager
-def _unchanged(wrapped: Any) -> Iterator[None]:
-    """Restores what PEFT changes when it adds an adapter: requires_grad of all weights, and the flag `training` of all
-    modules, which checkpointing and 4-bit layers read."""
-    modes = [(module, module.training) for module in wrapped.modules()]
-    trained = [(weight, weight.requires_grad) for weight in wrapped.parameters()]
-    yield
-    for module, training in modes:
-        module.training = training
-    for weight, wanted in trained:
-        weight.requires_grad = wanted

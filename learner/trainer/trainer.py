@@ -7,6 +7,7 @@ holds that thread, the export of policies, the learner's answer to a probe, and 
 """
 
 import asyncio
+import copy
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -61,19 +62,33 @@ class WorkThread:
     """A thread that runs one piece of work after the other, in the order of the calls."""
 
     def __init__(self) -> None:
-        self._clock: int | None = None
+        self._clock: list[int] = []  # of the thread, once it has begun
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer", initializer=self._begin)
+        self._before: Callable[[], None] | None = None
 
     def _begin(self) -> None:
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clock.append(time.pthread_getcpuclockid(threading.get_ident()))
+
+    def beside(self, before: Callable[[], None]) -> Self:
+        """Returns the same thread for another user, for each of whose pieces of work it first calls `before`."""
+        other = copy.copy(self)
+        other._before = before
+        return other
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs `work` in the thread; returns or raises what `work` does."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        before = self._before
+
+        def all_of_it() -> T:
+            if before is not None:
+                before()
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, all_of_it)
 
     def computed(self) -> float:
         """CPU seconds of the thread. They do not grow while the thread waits for a lock."""
-        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        return time.clock_gettime(self._clock[0]) if self._clock else 0.0
 
 
 CHECK_EVERY = 20  # policy versions between two checks of the mapped base's content; a check reads all of the base
@@ -300,6 +315,7 @@ class Trainer(TrainerService):
         reward_adapters: folders of reward models on the base (learner.model.roles), in the order of `score`'s results.
         peers: the ranks that share each step's work with this one; None: there are no others.
         replays_routing: see learner.model.policy.Policy.
+        beside: the trainer of another run of a sweep, whose base and thread this one shares; number: of this run.
 
     Raises:
         ValueError: the model or the adapter cannot be trained here (see learner.model.policy.Policy), or the base
@@ -322,16 +338,25 @@ class Trainer(TrainerService):
         reward_adapters: Sequence[str] = (),
         peers: Peers | None = None,
         replays_routing: bool = False,
+        beside: "Trainer | None" = None,
+        number: int = 0,
     ) -> None:
         self._path, where = model.source, device_of(device)
         tokens = AUTO_TOKEN_BUDGET if learner.token_budget == "auto" else learner.token_budget
-        mapped = None if base is None else MappedBase(base, where)
-        self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
         self._budget = TokenBudget(tokens, peers)
-        self._policy = _policy(
-            model, learner, seed, where, attention=attention, mapped=mapped, sharded=self._budget.peers.sharded,
-            roles=[*reward_roles(reward_adapters), *value_roles(learner)], replays_routing=replays_routing,
-        )  # fmt: skip
+        if beside is None:
+            mapped = None if base is None else MappedBase(base, where)
+            self._memory = MemoryLimit(memory_bytes, where, 0 if mapped is None else mapped.nbytes)
+            self._policy = _policy(
+                model, learner, seed, where, attention=attention, mapped=mapped, sharded=self._budget.peers.sharded,
+                roles=[*reward_roles(reward_adapters), *value_roles(learner)], replays_routing=replays_routing,
+            )  # fmt: skip
+            self._thread = BaseThread(mapped)
+        else:
+            masters = wants_masters(learner)
+            self._memory = beside._memory
+            self._policy = beside._policy.beside(number, model, learner.lora, seed, keep_masters=masters)
+            self._thread = beside._thread.beside(self._policy.activate)
         updater, sums = _update(self._policy, learner, self._budget.peers, dtype=model.dtype, device=where)
         self._updates = OptimizerSteps(
             self._policy,
@@ -345,7 +370,19 @@ class Trainer(TrainerService):
         )
         self._sender = Sender(self._policy, merged=learner.push == "merged")
         self._guard, self._version, self._compares = NonFiniteGuard(), 0, learner.algorithm == "grpo"
-        self._thread = BaseThread(mapped)
+
+    @property
+    def version(self) -> int:
+        """The version of the present policy: the number of steps so far."""
+        return self._version
+
+    def share_thread(self) -> None:
+        """To be called before other trainers are made beside this one."""
+        self._thread = self._thread.beside(self._policy.activate)
+
+    async def drop_gradients(self) -> None:
+        """Frees the memory of the newest step's gradients."""
+        await self._thread.run(self._policy.clear_gradients)
 
     async def step(self, groups: list[pa.Table]) -> dict[str, float]:
         return await self._thread.compute(lambda: self._step(groups))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -105,6 +105,52 @@ def without_lora(name: str, model: str) -> str:
 
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM accepts no other max_lora_rank
+
+
+# One engine for several runs, whose policies are adapters on the same base.
+
+SUMS = ("kv_cache_bytes", "max_num_seqs", "adapter_window")  # each run brings its own
+MAXIMA = ("max_model_len", "max_lora_rank", "room")
+OF_REQUESTS = ("seed", "stop_ids", "stop")  # what is sampled depends on the seeds of requests alone
+
+
+def common(runs: Sequence[EngineSettings]) -> EngineSettings:
+    """The settings of an engine that serves several runs. Raises ValueError if they cannot share one."""
+    first, *others = runs
+    if not others:
+        return first
+    if first.max_lora_rank == 0 or first.in_flight != "finish" or first.sleeps or first.shares_base:
+        raise ValueError(
+            "an engine of several runs holds adapters that requests finish under, awake and with a base of its own: got "
+            f"max_lora_rank={first.max_lora_rank}, in_flight={first.in_flight}, sleeps={first.sleeps}, "
+            f"shares_base={first.shares_base}"
+        )
+    free = {*SUMS, *MAXIMA, *OF_REQUESTS}
+    for name in [field.name for field in fields(first) if field.name not in free]:
+        values = {getattr(one, name) for one in runs}
+        if len(values) > 1:
+            raise ValueError(f"{name} must be the same in all runs of an engine, got {sorted(map(repr, values))}")
+    changed: dict[str, Any] = {name: sum(getattr(one, name) for one in runs) for name in SUMS}
+    changed |= {name: max(getattr(one, name) for one in runs) for name in MAXIMA}
+    return replace(first, **changed, stop=next((one.stop for one in runs if one.stop), ()))
+
+
+@contextmanager
+def zeroed_blocks() -> Iterator[None]:
+    """A context in which vLLM builds an engine that clears each block of its KV cache before it is used again.
+
+    Attention multiplies what a block holds beyond a sequence's end by 0, and 0 * nan is nan: without this, numbers that
+    are not finite, of one run's policy, would spread to the completions of another run. vLLM has the clearing, for
+    caches that need it for other reasons.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    before = KVCacheConfig.needs_kv_cache_zeroing
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        KVCacheConfig.needs_kv_cache_zeroing = before  # type: ignore[method-assign]
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Resident:
     """A policy version that an engine holds, or is about to load.
 
     folder: the adapter's files; empty for whole weights. keys: names of the tensors. rank: the adapter's rank, 0 for
-    weights. lora_id: vLLM's integer id, at least 1. users: how many running requests began with this version.
+    weights. lora_id: vLLM's integer id, at least 1. run: number of the run whose policy it is, in an engine of several.
+    users: how many running requests began with this version.
     """
 
     version: int
@@ -41,11 +42,19 @@ class Resident:
     keys: frozenset[str]
     rank: int
     lora_id: int
+    run: int = 0
     users: int = 0
+
+    @property
+    def label(self) -> str:
+        """A text that no other version of any run has. It keeps them apart in the prefix cache."""
+        return f"v{self.version}" if self.run == 0 else f"v{self.version} of run {self.run}"
 
 
 class AdapterWindow:
-    """The policy versions that one engine holds: at most `capacity`, with their files and their users.
+    """The policy versions of one run that an engine holds: at most `capacity`, with their files and their users.
+
+    run: its number among the `runs` runs of the engine.
 
     Neither the newest version nor one that is in use is evicted (but see replace). Each version has its own lora_id,
     which is never used twice. With capacity 1 all versions share one id: a newer adapter replaces the present one while
@@ -54,8 +63,8 @@ class AdapterWindow:
     stage() may run in any thread; all other methods belong to the engine's thread.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, run: int = 0, runs: int = 1) -> None:
+        self._capacity, self._run, self._runs = capacity, run, runs
         self._residents: dict[int, Resident] = {}  # oldest first: versions only grow
         self._keys: frozenset[str] | None = None
         self._root = tempfile.TemporaryDirectory(prefix="gleaner-adapters-")
@@ -86,8 +95,8 @@ class AdapterWindow:
         except BaseException:
             rmtree(folder)
             raise
-        lora_id = 1 if self._capacity == 1 else adapter.version + 1
-        return Resident(adapter.version, digest, folder, keys, rank, lora_id)
+        lora_id = 1 if self._capacity == 1 else adapter.version * self._runs + self._run + 1
+        return Resident(adapter.version, digest, folder, keys, rank, lora_id, self._run)
 
     @staticmethod
     def _written(adapter: Adapter | Weights, folder: Path) -> str:
@@ -241,7 +250,7 @@ def lora_request(adapter: Resident, *, load_inplace: bool = False) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(
-        lora_name=f"policy-v{adapter.version}",
+        lora_name=f"policy {adapter.label}",
         lora_int_id=adapter.lora_id,
         lora_path=str(adapter.folder),
         load_inplace=load_inplace,

@@ -7,6 +7,7 @@ and steps the engine.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import os
@@ -29,7 +30,14 @@ from cluster.telemetry import peak_memory
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineDied, EngineSettings
 from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Weights
-from rollout.vllm.arguments import build_engine, check_can_continue, engine_arguments, quantised_arguments
+from rollout.vllm.arguments import (
+    build_engine,
+    check_can_continue,
+    common,
+    engine_arguments,
+    quantised_arguments,
+    zeroed_blocks,
+)
 from rollout.vllm.convert import (
     AdapterWindow,
     Resident,
@@ -77,7 +85,7 @@ class Request:
     """The command for Engine.generate and Engine.probe.
 
     read: (vLLM's output, version of the policy that the request began with) -> the answer. adapter: that policy; None
-    until the request is in the engine.
+    until the request is in the engine. run: number of the run that asks.
     """
 
     id: str
@@ -86,6 +94,7 @@ class Request:
     read: Callable[[Any, int], Any]
     answer: Future[Any] = field(default_factory=Future)
     adapter: Resident | None = None
+    run: int = 0
 
 
 @dataclass(slots=True)
@@ -107,8 +116,9 @@ class Rest:
 
 @dataclass(slots=True)
 class Read:
-    """The command for Engine.held."""
+    """The command for Engine.held. run: number of the run that asks."""
 
+    run: int
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -135,11 +145,13 @@ class EngineSteps:
     backlog: commands that are not executed yet. running: requests in the engine, by id.
     """
 
-    def __init__(self, engine: Any, settings: EngineSettings, window: AdapterWindow) -> None:
+    def __init__(self, engine: Any, settings: EngineSettings, windows: Sequence[AdapterWindow]) -> None:
+        """windows: the policy versions of each run."""
         self.engine = engine
         self.backlog: deque[Command] = deque()
         self.running: dict[str, Request] = {}
-        self._policies = Policies(engine, settings, window)
+        self._of_run = [Policies(engine, settings, window) for window in windows]
+        self._policies = self._of_run[0]  # of the only run, where an engine of several runs does not get the command
         self._adapters, self._shares = settings.max_lora_rank > 0, settings.shares_base
         self._continues = settings.in_flight == "continue"
 
@@ -211,7 +223,8 @@ class EngineSteps:
         """Executes a command. False if it must wait for running requests; then later commands wait behind it."""
         try:
             if isinstance(command, Load):
-                if not self._policies.load(command.staged, command.weights, running=bool(self.running)):
+                policies = self._of_run[command.staged.run]
+                if not policies.load(command.staged, command.weights, running=bool(self.running)):
                     return False
                 settle(command.answer, command.staged.digest)
             elif isinstance(command, Rest):
@@ -221,7 +234,7 @@ class EngineSteps:
                     self._policies.wake()
                 settle(command.answer, None)
             elif isinstance(command, Read):
-                settle(command.answer, self._policies.held())
+                settle(command.answer, self._of_run[command.run].held())
             elif isinstance(command, Peak):
                 settle(command.answer, peak_of(self.engine))
             elif isinstance(command, Share):
@@ -240,12 +253,12 @@ class EngineSteps:
         return manifest_of(self.engine)
 
     def _add(self, request: Request) -> None:
-        adapter = self._policies.newest()
+        adapter = self._of_run[request.run].newest()
         self.engine.add_request(
             request.id,
             # The salt keeps policy versions apart in the prefix cache. The names of adapters do so too; whole weights
             # have none.
-            {"prompt_token_ids": request.prompt_ids, "cache_salt": f"v{adapter.version}"},
+            {"prompt_token_ids": request.prompt_ids, "cache_salt": adapter.label},
             request.params,
             lora_request=lora_request(adapter) if self._adapters else None,
         )
@@ -297,15 +310,17 @@ class EngineThread:
     """Runs commands in the order of their arrival. The constructor blocks until the model is loaded.
 
     Attributes:
-        window: the policy versions that the engine holds; its stage() may be called from any thread.
+        windows: the policy versions of each run that the engine holds; their stage() may be called from any thread.
         vocab_size: size of the model's vocabulary; token ids are smaller.
 
     Raises:
         Exception: whatever vLLM raises while the engine is built.
     """
 
-    def __init__(self, settings: EngineSettings, arguments: dict[str, Any]) -> None:
-        self.window = AdapterWindow(settings.adapter_window)
+    def __init__(self, settings: EngineSettings, capacities: Sequence[int], arguments: dict[str, Any]) -> None:
+        """settings: of the engine. capacities: policy versions that it holds of each run."""
+        runs = len(capacities)
+        self.windows = [AdapterWindow(capacity, run, runs) for run, capacity in enumerate(capacities)]
         self.vocab_size = 0
         self._settings = settings
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -347,15 +362,16 @@ class EngineThread:
 
     def _run(self, arguments: dict[str, Any], started: Future[None]) -> None:
         try:
-            engine = build_engine(arguments, shares_base=self._settings.shares_base)
+            with zeroed_blocks() if len(self.windows) > 1 else nullcontext():
+                engine = build_engine(arguments, shares_base=self._settings.shares_base)
             if self._settings.shards > 1:
                 settle_ends(engine)
             if self._settings.records_experts and not arguments.get("enable_return_routed_experts"):
                 record_experts(engine)
-            self._turns = EngineSteps(engine, self._settings, self.window)
+            self._turns = EngineSteps(engine, self._settings, self.windows)
             self.vocab_size = int(engine.vllm_config.model_config.get_vocab_size())
         except BaseException as error:  # the constructor raises it again
-            self.window.clear()
+            self._forget_policies()
             started.set_exception(error)
             return
         started.set_result(None)
@@ -367,9 +383,13 @@ class EngineThread:
             log.exception("the engine thread died")
             cause = lost_shard(engine, self._settings.shards) or f"{type(error).__name__}: {error}"
             self._stop(lambda: EngineDied(f"the engine died of {cause}; restart its worker (traceback in the log)"))
-        self.window.clear()
+        self._forget_policies()
         engine.engine_core.shutdown()
         self._turns.close()
+
+    def _forget_policies(self) -> None:
+        for window in self.windows:
+            window.clear()
 
     def _turn(self) -> None:
         self._take(block=self._turns.idle)
@@ -402,6 +422,10 @@ class EngineThread:
 class VllmEngine:
     """An Engine on vLLM 0.31 to 0.33, CPU or CUDA. The constructor blocks until the model is loaded.
 
+    With `others` it is the engine of several runs, each with its own policies (`of_run`); it is itself that of run 0.
+
+    others: the settings of further runs; rollout.vllm.arguments.common says in what they may differ.
+
     Raises:
         EngineError: the process was not started with rollout.vllm.environment.required_env, or the card has less free
             memory than settings.room.
@@ -410,8 +434,10 @@ class VllmEngine:
         WrongInput: the model's files lack tensors, which vLLM would leave uninitialised, or hold unknown ones.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, *others: EngineSettings) -> None:
         from vllm.platforms import current_platform
+
+        self._of_runs, settings = [settings, *others], common([settings, *others])
 
         cuda = bool(current_platform.is_cuda())
         check_env(cuda, os.environ)
@@ -428,19 +454,26 @@ class VllmEngine:
             from rollout.vllm.cpu import prepare_cpu_process
 
             prepare_cpu_process()
-        self._settings = settings
+        self._settings, self._run, self._open = self._of_runs[0], 0, set(range(len(self._of_runs)))
         self._ids = itertools.count()
         read = read_continued if settings.in_flight == "continue" else read_completions
         self._read = partial(read, experts=settings.records_experts)
-        self._thread = EngineThread(settings, arguments)
+        self._thread = EngineThread(settings, [one.adapter_window for one in self._of_runs], arguments)
         if not here:  # the files were downloaded by vLLM just now, so they could not be checked before
             check_model(settings.model)
+
+    def of_run(self, run: int) -> VllmEngine:
+        """The same engine as one of its runs sees it: with that run's policies and settings. It ends when it was closed
+        for each run."""
+        other = copy.copy(self)
+        other._run, other._settings = run, self._of_runs[run]
+        return other
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:
         """See Engine.generate. Cancelling the call also ends its requests in the engine."""
         prompt = checked_prompt(prompt_ids, sampling.max_tokens, self._settings.max_model_len, self._thread.vocab_size)
         params = completion_params(sampling, self._settings.stop_ids, self._settings.stop, self._settings.form)
-        request = Request(f"r{next(self._ids)}", prompt, params, self._read)
+        request = Request(f"r{next(self._ids)}", prompt, params, self._read, run=self._run)
         completions: list[Completion] = await self._thread.call(request)
         return completions
 
@@ -449,13 +482,13 @@ class VllmEngine:
         if len(token_ids) < 2:
             raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
         prompt = checked_prompt(token_ids, 1, self._settings.max_model_len, self._thread.vocab_size)
-        request = Request(f"r{next(self._ids)}", prompt, probe_params(), read_probe)
+        request = Request(f"r{next(self._ids)}", prompt, probe_params(), read_probe, run=self._run)
         logprobs: NDArray[np.float32] = await self._thread.call(request)
         return logprobs
 
     async def held(self) -> Held:
         """See Engine.held. The call waits for the current step and for nothing else."""
-        held: Held = await self._thread.call(Read())
+        held: Held = await self._thread.call(Read(self._run))
         return held
 
     async def peak_memory(self) -> float:
@@ -468,13 +501,13 @@ class VllmEngine:
     async def load_adapter(self, adapter: Adapter) -> str:
         """See Engine.load_adapter. With in_flight "finish" the call waits while every version is in use, and later
         calls wait behind it; with "continue" it waits for the current step only."""
-        staged = await asyncio.to_thread(self._thread.window.stage, adapter)
+        staged = await asyncio.to_thread(self._thread.windows[self._run].stage, adapter)
         digest: str = await self._thread.call(Load(staged))
         return digest
 
     async def load_weights(self, weights: Weights) -> str:
         """See Engine.load_weights."""
-        staged = await asyncio.to_thread(self._thread.window.stage, weights)
+        staged = await asyncio.to_thread(self._thread.windows[self._run].stage, weights)
         digest: str = await self._thread.call(Load(staged, weights))
         return digest
 
@@ -493,4 +526,6 @@ class VllmEngine:
 
     async def close(self) -> None:
         """See Engine.close. Raises EngineError if the engine does not come back from its current step."""
-        await self._thread.close()
+        self._open.discard(self._run)
+        if not self._open:
+            await self._thread.close()

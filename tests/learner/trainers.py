@@ -35,20 +35,25 @@ def make_trainer(
     memory_bytes: int | None = None,
     reward_adapters: Sequence[str] = (),
     group: Group | None = None,
+    seed: int = 0,
+    beside: Trainer | None = None,
+    number: int = 0,
     **learner: Any,
 ) -> Trainer:
-    """group: of several ranks, as this one sees it; None: a learner of one process."""
+    """group: of several ranks, as this one sees it; None: a learner of one process. beside, number: see Trainer."""
     settings = {"lora": LoraConfig(rank=8, alpha=16), "optimizer": OptimizerConfig(max_grad_norm=1e9)} | learner
     kind: Callable[..., Trainer] = Trainer
     if group is not None:
         kind = partial(ShardedRank if group.sharded else RankTrainer, group=group)
+    if beside is not None:
+        kind = partial(kind, beside=beside, number=number)
     return kind(
         ModelConfig(path=path, adapter=adapter, dtype=dtype, **model or {}),
         LearnerConfig(**settings),
         temperature=TEMPERATURE,
         max_completion_length=MAX_LENGTH,
         total_steps=10,
-        seed=0,
+        seed=seed,
         device="cpu",
         memory_bytes=memory_bytes,
         reward_adapters=reward_adapters,

@@ -169,10 +169,10 @@ def test_asleep_it_refuses_and_awake_it_is_as_before(tmp_path: Path, monkeypatch
                 await refused
         for _ in range(2):
             await engine.wake()
-        newest = thread.window.newest
+        newest = thread.windows[0].newest
         assert newest is not None
         assert thread._turns.engine.list_loras() == {newest.lora_id}
-        assert [resident.version for resident in thread.window.residents] == [1]
+        assert [resident.version for resident in thread.windows[0].residents] == [1]
         after = await engine.generate(PROMPT, sampling)
         assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(after, before, strict=True))
         for completion in after:

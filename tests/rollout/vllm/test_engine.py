@@ -128,7 +128,7 @@ def test_calls_in_flight_finish_on_the_version_they_began_with(case: EngineCase)
 
 
 def versions(case: EngineCase) -> list[int]:
-    return [resident.version for resident in case.engine._thread.window.residents]
+    return [resident.version for resident in case.engine._thread.windows[0].residents]
 
 
 def test_the_window_drops_the_oldest_unused_version(case: EngineCase) -> None:
@@ -149,7 +149,7 @@ def test_the_window_drops_the_oldest_unused_version(case: EngineCase) -> None:
     kept = [case.newest - 2, case.newest - 1, case.newest]
     assert versions(case) == kept
     assert case.engine._thread._turns.engine.list_loras() == {version + 1 for version in kept}
-    folders = Path(case.engine._thread.window._root.name).iterdir()
+    folders = Path(case.engine._thread.windows[0]._root.name).iterdir()
     assert sorted(folder.name.split("-")[0] for folder in folders) == sorted(f"v{version}" for version in kept)
 
 
@@ -238,7 +238,7 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
     case: EngineCase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine = VllmEngine(settings(case.model))
-    folder = Path(engine._thread.window._root.name)
+    folder = Path(engine._thread.windows[0]._root.name)
     vllm, steps = engine._thread._turns.engine, iter(range(1000))
     step = vllm.step
 
@@ -265,7 +265,7 @@ def test_an_error_in_the_engine_thread_reaches_every_caller(
 
 def test_close_fails_what_is_running_and_deletes_the_files(case: EngineCase) -> None:
     engine = VllmEngine(settings(case.model))
-    folder = Path(engine._thread.window._root.name)
+    folder = Path(engine._thread.windows[0]._root.name)
 
     async def ask() -> None:
         await engine.load_adapter(case.adapters[0])
@@ -390,7 +390,7 @@ def test_running_completions_go_on_under_the_newer_policy(
 
 def check_one_adapter_stays(case: EngineCase) -> None:
     """One slot and one folder, and an adapter that is refused leaves the one there in force."""
-    window = case.engine._thread.window
+    window = case.engine._thread.windows[0]
     assert case.engine._thread._turns.engine.list_loras() == {1}
     with pytest.raises(EngineError, match="rank 16"):
         run(case.engine.load_adapter(Adapter.build(2, *make_adapter(case.model, seed=1, rank=16))))

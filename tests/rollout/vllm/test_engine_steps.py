@@ -45,7 +45,7 @@ def test_steps_that_have_begun_are_taken_before_a_policy_is_loaded(
 ) -> None:
     """A request that ends in one of them has the version that it began with; the scheduler goes on in any case."""
     engine: Any = Ahead([[], [SimpleNamespace(request_id="a", finished=True)]])
-    turns = EngineSteps(engine, settings(Path("/nowhere"), in_flight="continue", adapter_window=1), AdapterWindow(1))
+    turns = EngineSteps(engine, settings(Path("/nowhere"), in_flight="continue", adapter_window=1), [AdapterWindow(1)])
 
     def load(*_: object, **__: object) -> bool:
         engine.called.append("load")
@@ -67,7 +67,7 @@ def test_steps_that_have_begun_are_taken_before_a_policy_is_loaded(
 def test_a_fault_in_such_a_step_ends_the_engine_and_is_no_answer_to_the_load() -> None:
     """Else the scheduler would stay paused, and every caller wait."""
     engine: Any = Ahead([ValueError("a fault of vLLM's")])
-    turns = EngineSteps(engine, settings(Path("/nowhere"), in_flight="continue", adapter_window=1), AdapterWindow(1))
+    turns = EngineSteps(engine, settings(Path("/nowhere"), in_flight="continue", adapter_window=1), [AdapterWindow(1)])
     turns.backlog.append(command := Load(Resident(4, "v4", Path(), frozenset(), 8, 1)))
     with pytest.raises(ValueError, match="a fault of vLLM's"):
         turns.turn()

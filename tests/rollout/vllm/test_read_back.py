@@ -83,7 +83,7 @@ def test_an_adapter_is_in_the_slots_of_the_kernels(
             assert held.tensors == of_adapter(case.adapters[version], getattr(torch, dtype))
             assert held.unread == ()
         loras = manager(case)
-        newest = case.engine._thread.window.newest
+        newest = case.engine._thread.windows[0].newest
         assert newest is not None
         slot = loras.lora_index_to_id.index(newest.lora_id)
         loras.modules["model.layers.1.self_attn.qkv_proj"].lora_b_stacked[2][slot, 0, 0, 0] += 1
