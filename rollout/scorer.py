@@ -141,3 +141,25 @@ class SharedScorer:
 
     def close(self) -> None:
         """Does nothing, since all processes are shared."""
+
+
+class SharedPool:
+    """A pool that several runs share. It is closed when each of them has closed it."""
+
+    def __init__(self, pool: Scorer) -> None:
+        self._pool, self._users = pool, 0
+
+    def taken(self) -> "SharedPool":
+        """The pool for one more user."""
+        self._users += 1
+        return self
+
+    async def score(self, group: Group) -> Scores:
+        """See RewardPool.score."""
+        return await self._pool.score(group)
+
+    def close(self) -> None:
+        """Ends the reward processes with the last user."""
+        self._users -= 1
+        if self._users == 0:
+            self._pool.close()

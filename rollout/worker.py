@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from cluster.actor import Unusable, ValueLost
-from rewards.base import Progress
+from cluster.actor import Several, Unusable, ValueLost
+from rewards.base import JUDGE, Progress
 from rewards.call import Group
 from rewards.config import RewardConfig
 from rewards.pool import NOWHERE, Judging, RewardPool, Scores
@@ -23,11 +24,12 @@ from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
 from rollout.env.play import ChatDialogue, Player, Trajectory
 from rollout.env.rollouts import EnvSettings, Trajectories, rows_of, scored, sentence_of
 from rollout.schema import Origin, Problem, build_group, facts_of
-from rollout.scorer import RewardProcesses, Room, Scorer, Sentences, SharedScorer, side_by_side
+from rollout.scorer import RewardProcesses, Room, Scorer, Sentences, SharedPool, SharedScorer, side_by_side
 from rollout.service import RolloutService
 from rollout.types import Completion, EngineError, Manifest, Sampling, SentPolicy, Weights, WeightsInFile
 
 if TYPE_CHECKING:
+    from rollout.vllm.engine import VllmEngine
     from rollout.weights import WeightsReader
 
 log = logging.getLogger("rollout")
@@ -61,12 +63,14 @@ class RolloutWorker(RolloutService):
     newest. A call waits for the engine, the reward functions and the environments, for nothing else.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, scorer_of: "Callable[[WorkerSpec], Scorer | None] | None" = None) -> None:
+        """scorer_of: makes what scores the groups; None: reward processes of this worker's own, or the shared ones."""
         self.spec = spec
         # Only trajectories are rendered here: the prompts of single completions arrive as tokens.
         template_kwargs = spec.env.chat_template_kwargs if spec.env is not None else None
         self.chat = Chat.load(spec.engine.model, template_kwargs, spec.engine.stop, template=spec.chat_template)
-        self.scorer = _scorer(spec)  # before the engine, so that the reward functions load while the engine starts
+        # Before the engine, so that the reward functions load while the engine starts.
+        self.scorer = (scorer_of or _scorer)(spec)
         stop_ids, stop = self.chat.stops(spec.engine.stop)
         self.engine = spec.make_engine(replace(spec.engine, stop_ids=stop_ids, stop=stop))
         self.trajectories: Trajectories | None = None
@@ -234,9 +238,54 @@ def _scorer(spec: WorkerSpec) -> Scorer | None:
     return RewardPool(spec.rewards, spec.reward_workers, spec.reward_memory, spec.judged, spec.printed)
 
 
+class RolloutWorkers(Several[RolloutWorker]):
+    """The workers of several runs on one engine: RolloutService, each of whose methods takes the number of a run first.
+
+    Runs with the same reward functions share their reward processes, as groups of one run do; judges, whose answers are
+    kept in the folder of a run, are each run's own.
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
+        self._specs = specs
+        self._engine: VllmEngine | None = None
+        self._pools: dict[str, SharedPool] = {}
+        super().__init__([RolloutWorker(self._of_run(run, one), self._scorer) for run, one in enumerate(specs)])
+
+    def _of_run(self, run: int, spec: WorkerSpec) -> WorkerSpec:
+        return replace(spec, make_engine=partial(self._engine_of, run))
+
+    def _engine_of(self, run: int, settings: EngineSettings) -> Engine:
+        """Makes the engine when the first worker asks for it, whose reward functions load meanwhile."""
+        if self._engine is None:
+            self._engine = shared_engine([spec.engine for spec in self._specs])
+        return self._engine.of_run(run, settings)
+
+    def _scorer(self, spec: WorkerSpec) -> Scorer | None:
+        if spec.reward_processes is not None or not spec.rewards or any(one.use == JUDGE for one in spec.rewards):
+            return _scorer(spec)
+        key = repr((spec.rewards, spec.reward_workers, spec.reward_memory))
+        if key not in self._pools:
+            pool = _scorer(spec)
+            assert pool is not None
+            self._pools[key] = SharedPool(pool)
+        return self._pools[key].taken()
+
+
+def shared_engine(settings: Sequence[EngineSettings]) -> "VllmEngine":
+    """Makes the vLLM engine of several runs (see vllm_engine)."""
+    _quiet()
+    from rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(*settings)
+
+
 def vllm_engine(settings: EngineSettings) -> Engine:
     """Makes the vLLM engine. vLLM is imported only here, in the generator's process."""
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # torch warns of the missing Triton on a CPU
+    _quiet()
     from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(settings)
+
+
+def _quiet() -> None:
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # torch warns of the missing Triton on a CPU

@@ -22,6 +22,7 @@ from cluster.telemetry import Metrics, Timeline
 from learner.config import RunConfig
 from learner.config.arrangement import Arrangement
 from learner.driver import checkpoint
+from learner.driver.arrangement import hooks_of
 from learner.driver.console import Phases, Progress
 from learner.driver.identity import Fingerprints
 from learner.driver.launch import Inputs, wire
@@ -105,7 +106,7 @@ def local_run(
         Phases(time.perf_counter()),
     )
     lies = arrangement or config.arrangement
-    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), lies, weights_stay)
+    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), hooks_of(lies), weights_stay)
     loop, pipes = wire(inputs, generators, trainer, sinks)
     return LocalRun(loop, pipes, sinks, trainer)
 

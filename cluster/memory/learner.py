@@ -123,6 +123,7 @@ class Learning:
     exact: bool = False  # learner.reduce: exact, which adds gradients in two float64 parts
     undo: bool = False  # whether each of several ranks keeps in main memory the state before its step
     ranks: int = 1  # ranks over which the base is divided (memory.layout: sharded)
+    runs: int = 1  # whose adapters are on the base (gleaner sweep)
     fused: bool = True  # whether norms and MLPs are computed as gleaner does, and not as transformers' own modules do
 
     def keeps_floats(self, shape: Shape) -> bool:
@@ -244,6 +245,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
       moments may lie in host memory and count 0.
     reference: of full fine-tuning with beta > 0 (learner.model.reference).
     undo: on a CPU only, see undo_bytes.
+    Of several runs each has an adapter and an optimizer; gradients are those of one run at a time.
     """
     b = DTYPE_BYTES[learning.dtype]
     n = trained_params(shape, learning)
@@ -252,7 +254,8 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
     divided = learning.mode == "full" and learning.ranks > 1
     adapters = (4 if divided or (b < 4 and masters) else 0) * n
     if learning.mode == "lora":
-        adapters += b * (n + sum(shape.lora_params(rank, learning.targets) for rank in learning.frozen_ranks))
+        frozen = sum(shape.lora_params(rank, learning.targets) for rank in learning.frozen_ranks)
+        adapters = learning.runs * (adapters + b * n) + b * frozen
         adapters += (b + (4 if b < 4 else 0)) * value + 4 * head
     n += value + head
     scales = n // 32 if learning.optimizer == "adamw_8bit" else 0
@@ -260,7 +263,7 @@ def learner_static(shape: Shape, learning: Learning) -> Parts:
         **_base(shape, learning, b),
         "adapters": adapters,
         "gradients": ((4 if masters else b) + (16 if learning.exact else 0)) * n,
-        "optimizer": STATE_BYTES[learning.optimizer] * n + scales,
+        "optimizer": learning.runs * (STATE_BYTES[learning.optimizer] * n + scales),
         "reference": reference_bytes(shape, learning.reference, b, learning.ranks),
         **({"undo": undo_bytes(n, learning.optimizer)} if learning.undo and not learning.cuda else {}),
     }

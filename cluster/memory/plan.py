@@ -223,6 +223,7 @@ class Wish:
     undo: bool = False  # the learner has several ranks, each of which can undo its step
     shared: bool = False  # memory.layout: shared, where the learner uses the generator's base
     base_ranks: int = 1  # ranks over which the learner's base is divided (memory.layout: sharded)
+    runs: int = 1  # that share the processes, each with an adapter of its own (gleaner sweep)
     cuda: bool = True
 
 

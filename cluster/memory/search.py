@@ -153,7 +153,7 @@ def _plan(
         mode=wish.mode, push=wish.push, rank=wish.rank, targets=wish.targets, dtype=wish.dtype, base=base,
         optimizer=wish.optimizer, checkpointing=policy, frozen_ranks=wish.frozen_ranks, reference=wish.reference,
         offload=wish.offload, cuda=wish.cuda, value_rank=wish.value_rank, exact=wish.exact, undo=wish.undo,
-        ranks=wish.base_ranks,
+        ranks=wish.base_ranks, runs=wish.runs,
     )  # fmt: skip
     micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])

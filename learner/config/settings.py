@@ -2,9 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
 from cluster.config import ClusterConfig, Frozen, Positive
 from cluster.memory.shape import EXPERTS, LoraRank, OptimizerKind
@@ -214,6 +214,18 @@ class MemoryConfig(Frozen):
     learner's card, where a second copy of the weights would not fit. `sharded`: several `cluster.learners` divide the
     learner's copy among them, and gather it layer by layer; for LoRA on a base that one card has no room for, and with
     `learner.mode: full` the optimizer's states and gradients are divided as well."""
+    _runs: int = PrivateAttr(1)
+
+    @property
+    def runs(self) -> int:
+        """Runs that share the processes of this one, and its base (gleaner sweep)."""
+        return self._runs
+
+    def shared_by(self, runs: int) -> Self:
+        """The same for so many runs."""
+        found = self.model_copy()
+        found._runs = runs
+        return found
 
 
 class CheckpointConfig(Frozen):

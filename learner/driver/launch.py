@@ -24,10 +24,9 @@ from cluster.ray_cluster import Session, connect
 from cluster.telemetry import Metrics, Timeline
 from cluster.trackers import PROMETHEUS
 from learner.config import RunConfig, roles
-from learner.config.arrangement import Arrangement
 from learner.config.load import to_yaml
 from learner.driver import checkpoint, process
-from learner.driver.arrangement import hooks_of
+from learner.driver.arrangement import Hooks, hooks_of
 from learner.driver.checkpoint import publish
 from learner.driver.console import Phases, Progress
 from learner.driver.evaluate import HeldOut, RewardModels, sampled
@@ -65,7 +64,7 @@ async def run(prepared: Prepared) -> int:
         for changed in prepared.changed:
             progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
         checkpoint.forget_leftovers(config.run_dir / "checkpoints")
-        _publish(prepared, progress)
+        publish_newest(prepared, progress)
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(
                 f"all {prepared.total_steps} steps are done already: raise steps or epochs, or give another name="
@@ -113,9 +112,9 @@ async def _attempt(
     try:
         processes = await ray_processes.beside(start_processes(prepared, session, progress.note))
         phases.until_now("processes")
-        sinks = _sinks(prepared, progress, phases)
+        sinks = sinks_of(prepared, progress, phases)
         with closed(sinks):
-            inputs = _inputs(prepared, processes.weights_stay)
+            inputs = inputs_of(prepared, processes.weights_stay)
             loop, _ = wire(inputs, processes.generators, processes.learner, sinks)
             loop.stop = stop
             process.end_by_stopping(stop, lambda said: progress.note(f"{said}; {_if_it_is_killed(prepared.config)}"))
@@ -134,29 +133,29 @@ async def _attempt(
     finally:
         # A generator that still answers ends its reward processes by itself; one that does not is killed right after.
         if processes is not None:
-            await _close(processes)
+            await close_all(processes.generators, processes.rewards)
 
 
-async def _close(processes: Processes) -> None:
+async def close_all(generators: Sequence[Actor[RolloutService]], rewards: Sequence[Actor[RewardService]] = ()) -> None:
     """Closes the generators before the reward processes that score for them."""
-    generators, rewards = processes.generators, processes.rewards
     await asyncio.gather(*(one.call(RolloutService.close, CLOSE_S) for one in generators), return_exceptions=True)
     await asyncio.gather(*(one.call(RewardService.close, CLOSE_S) for one in rewards), return_exceptions=True)
 
 
-def _inputs(prepared: Prepared, weights_stay: bool) -> Inputs:
+def inputs_of(prepared: Prepared, weights_stay: bool) -> Inputs:
+    """What `wire` needs of a prepared run."""
     return Inputs(
         prepared.config,
         prepared.total_steps,
         prepared.problems,
         prepared.heldout,
         prepared.fingerprints,
-        prepared.budgets.arrangement,
+        hooks_of(prepared.budgets.arrangement),
         weights_stay,
     )
 
 
-def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
+def sinks_of(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     """Opens the files of the run folder. Makes the folder, and sets aside checkpoints of steps that are taken again."""
     folder, config = prepared.config.run_dir, prepared.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +168,7 @@ def _sinks(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     return Sinks(folder, metrics, timeline, progress, phases, PlanFile(folder, prepared.budgets))
 
 
-def _publish(prepared: Prepared, progress: Progress) -> None:
+def publish_newest(prepared: Prepared, progress: Progress) -> None:
     """Publishes the checkpoint that the run resumes from, if a kill came between its commit and its publication."""
     if prepared.resume_from is None:
         return
@@ -220,7 +219,7 @@ class Inputs:
     """What `wire` needs of a run beside its processes.
 
     total_steps: number of steps that the run is planned for. problems, heldout: prompts to train on and to evaluate.
-    fingerprints: digests of the run's inputs, for its checkpoints. arrangement: how the roles lie on the hardware.
+    fingerprints: digests of the run's inputs, for its checkpoints. hooks: of the arrangement of its roles.
     weights_stay: whether whole weights stay in the learner's memory on their way to the generators.
     """
 
@@ -229,7 +228,7 @@ class Inputs:
     problems: ProblemStream
     heldout: Sequence[Problem]
     fingerprints: Fingerprints
-    arrangement: Arrangement
+    hooks: Hooks
     weights_stay: bool = False
 
 
@@ -249,7 +248,7 @@ def wire(
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
     metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
-    hooks = hooks_of(inputs.arrangement)
+    hooks = inputs.hooks
     turns = hooks.wired(trainer, producers, deadlines)
     without_base_s = hooks.without_base_s(deadlines)
     sync = WeightSync(config, trainer, producers, pipes, stays=inputs.weights_stay, without_base_s=without_base_s)
@@ -302,12 +301,18 @@ class Restarts:
         if not isinstance(lost, LearnerLost | ValueLost) or self._used == self._allowed:
             return False
         self._used += 1
-        newest = checkpoint.newest(self.prepared.config.run_dir / "checkpoints")[0] if begun else None
-        if newest is not None:
-            self.prepared = replace(self.prepared, resume_from=newest, finished_steps=checkpoint.step_of(newest))
+        self.prepared = from_newest(self.prepared) if begun else self.prepared
         where = f"step {self.prepared.finished_steps}" if self.prepared.resume_from else "the start"
         self._note(f"{sentence_of(lost)}; restart {self._used} of {self._allowed}, with fresh processes, from {where}")
         return True
+
+
+def from_newest(prepared: Prepared) -> Prepared:
+    """The run as it goes on from its newest checkpoint; unchanged if it has written none."""
+    newest = checkpoint.newest(prepared.config.run_dir / "checkpoints")[0]
+    if newest is None:
+        return prepared
+    return replace(prepared, resume_from=newest, finished_steps=checkpoint.step_of(newest))
 
 
 # The watch over the reward processes that serve all generators: Ray restarts one that ends, but not one that hangs.

@@ -180,7 +180,7 @@ def sequence_counts(config: RunConfig) -> list[int]:
     the logits of its next token."""
     if config.rollout.max_num_seqs != "auto" or config.cluster.gpus.generator == 0:
         return [config.rollout.sequences]
-    most = min(max(config.under_way, DEFAULT_SEQUENCES), MOST_SEQUENCES)
+    most = min(max(config.under_way, DEFAULT_SEQUENCES), MOST_SEQUENCES // config.memory.runs)
     return [most, *(count for count in (128, 64, 32, 16, 8) if count < most)]
 
 
@@ -190,14 +190,15 @@ def layouts(config: RunConfig) -> tuple[Layout, ...]:
 
 
 def workload(config: RunConfig, sequences: int) -> Workload:
-    """The workload of the run. sequences: number that a generator decodes at once."""
+    """The workload of the run, or of all that share its processes. sequences: number that a generator decodes at once
+    for one run."""
     rollout = config.rollout
     return Workload(
         generations=rollout.num_generations,
         prompt=rollout.max_prompt_length,
         completion=rollout.max_completion_length,
-        sequences=sequences,
-        adapters=config.max_staleness + 2 if rollout.in_flight == "finish" else 1,
+        sequences=sequences * config.memory.runs,
+        adapters=(config.max_staleness + 2) * config.memory.runs if rollout.in_flight == "finish" else 1,
         generators=_generators_a_card(config),
         shards=config.cluster.shards,
         learners=config.cluster.learners if config.cluster.gpus.learner == 0 else 1,  # a card holds one
@@ -247,7 +248,8 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         base_ranks=lies.shards(config),
         checkpointing=None if learner.recomputed == "auto" else learner.recomputed,
         token_budget=None if learner.token_budget == "auto" else learner.token_budget,
-        kv_bytes=None if kv == "auto" else kv,
+        kv_bytes=None if kv == "auto" else kv * config.memory.runs,
+        runs=config.memory.runs,
         kv_dtype=config.kv_dtype,
         layouts=layouts,
         cuda=cuda,
@@ -303,8 +305,8 @@ class Budgets:
 
     Attributes:
         learner: the `learner` settings, with the plan's checkpointing and token budget in place of `auto`.
-        kv_cache: bytes of each generator's KV cache.
-        sequences: most sequences that a generator decodes at once.
+        kv_cache: bytes of each generator's KV cache, for this run.
+        sequences: most sequences that a generator decodes at once, of this run.
         learner_bytes: most bytes that the learner's allocator may hold, without the CUDA context; None: no limit.
         policy_bytes: bytes of a policy on its way to the generators, as planned; 0 if no plan was made.
         arrangement: how the roles lie on the hardware, with the plan's choice in place of `auto`.
@@ -360,7 +362,7 @@ def settle(
         note += f"; {advice}"
     cap, sent = _learner_cap(config, found), policy_bytes(config, shape)
     lies = config.arrangement.planned(found.layout)
-    return Budgets(chosen, found.kv_bytes, sequences, cap, sent, lies, found, note)
+    return Budgets(chosen, found.kv_bytes // config.memory.runs, sequences, cap, sent, lies, found, note)
 
 
 def planned(config: RunConfig, shape: Shape, device: int, kind: CardKind | None = None) -> tuple[Plan, int] | Misfit:
@@ -438,7 +440,8 @@ def _unlimited(config: RunConfig, shape: Shape) -> Budgets:
         f"generator {gib(found.generator_bytes)}{_beyond(config, found)}"
     )
     lies = config.arrangement.planned(found.layout)
-    return Budgets(learner, found.kv_bytes, sequences, None, policy_bytes(config, shape), lies, found, note)
+    own = found.kv_bytes // config.memory.runs
+    return Budgets(learner, own, sequences, None, policy_bytes(config, shape), lies, found, note)
 
 
 def _check_cache(config: RunConfig, found: Plan) -> None:

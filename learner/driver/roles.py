@@ -52,6 +52,7 @@ from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:
+    from learner.trainer.several import Trainers
     from learner.trainer.trainer import Trainer
 
 log = logging.getLogger("learner")
@@ -258,6 +259,23 @@ def make_trainer(
     if config.cluster.gpus.learner == 0:
         settle_products(config.run_dir)
     return _built(partial(Trainer, base=base), config, total_steps, memory_bytes)
+
+
+def make_trainers(configs: Sequence[RunConfig], total_steps: Sequence[int], memory_bytes: int | None) -> Trainers:
+    """Builds the learner of several runs; called in its process."""
+    _settle_logs()
+    from learner.trainer.several import Trainers
+    from learner.trainer.trainer import Trainer
+
+    if configs[0].cluster.gpus.learner == 0:
+        begun = [config.run_dir for config in configs if read_policies(config.run_dir)]
+        settle_products([*begun, configs[0].run_dir][0])
+
+    def made(run: int, first: Trainer | None) -> Trainer:
+        kind = Trainer if first is None else partial(Trainer, beside=first, number=run)
+        return _built(kind, configs[run], total_steps[run], memory_bytes)
+
+    return Trainers([made] * len(configs))
 
 
 def make_rank(config: RunConfig, total_steps: int, memory_bytes: int | None, rank: int) -> Trainer:

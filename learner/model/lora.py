@@ -489,8 +489,8 @@ def _add_reference(wrapped: Any, folder: str, dtype: torch.dtype) -> None:
 
 def attach_beside(wrapped: Any, name: str, lora: LoraConfig, seed: int) -> dict[str, nn.Parameter]:
     """Adds a new adapter `name` to the PEFT model, for the policy of another run: as `_fresh` makes the first policy's
-    with this seed, on the same layers, with the rank and alpha of `lora`. Returns its weights by PEFT's names of adapter
-    weights. What is trained so far, and which adapter is active, stay as they are."""
+    with this seed, on the same layers, with the rank and alpha of `lora`. What is trained so far, and which adapter is
+    active, stay as they are. Returns its weights by PEFT's names of adapter weights."""
     settings = copy.deepcopy(wrapped.peft_config[POLICY])
     settings.r, settings.lora_alpha = lora.rank, lora.alpha
     settings.inference_mode, settings.init_lora_weights = False, True
@@ -528,8 +528,8 @@ def unchanged(wrapped: Any) -> Iterator[None]:
 
 @contextmanager
 def acting_as(wrapped: Any, name: str | None, policy: str = POLICY) -> Iterator[None]:
-    """Inside this block the model computes with the adapter `name`, or with the base alone (None); after it with that of
-    the policy.
+    """Inside this block the model computes with the adapter `name`, or with the base alone (None); after it with the
+    adapter `policy`.
 
     requires_grad of all weights stays as it is: PEFT's switches set it, so it is restored. A backward pass must be in
     the block of its forward pass, since activation checkpointing computes layers again.

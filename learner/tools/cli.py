@@ -50,6 +50,7 @@ COMMANDS: dict[str, Place | tuple[str, dict[str, Place]]] = {
     "plan": Place("learner.tools.plan", "PlanRequest"),
     "doctor": Place("learner.tools.doctor", "DoctorRequest"),
     "train": Place("learner.main", "RunRequest"),
+    "sweep": Place("learner.tools.sweep", "SweepRequest"),
     "eval": Place("learner.tools.eval_command", "EvalRequest"),
     "rewards": (
         "List reward functions, and try them.",

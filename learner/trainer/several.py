@@ -44,8 +44,8 @@ class Trainers(Several[Trainer]):
 
     @stays_there
     async def outgoing(self, run: int, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
-        """See TrainerService.outgoing. Raises RuntimeError for a policy that gives logprobs which are not finite, so that
-        it does not reach the engine, which all runs share."""
+        """See TrainerService.outgoing. Raises RuntimeError for a policy whose logprobs are not finite: the engine,
+        which all runs share, must not get it."""
         trainer = self.objects[run]
         answer = await trainer.probe(self._tried[run])
         if not np.isfinite(answer.logprobs).all():

@@ -121,8 +121,8 @@ def common(runs: Sequence[EngineSettings]) -> EngineSettings:
         return first
     if first.max_lora_rank == 0 or first.in_flight != "finish" or first.sleeps or first.shares_base:
         raise ValueError(
-            "an engine of several runs holds adapters that requests finish under, awake and with a base of its own: got "
-            f"max_lora_rank={first.max_lora_rank}, in_flight={first.in_flight}, sleeps={first.sleeps}, "
+            "an engine of several runs holds adapters that requests finish under, and neither sleeps nor shares its "
+            f"base: got max_lora_rank={first.max_lora_rank}, in_flight={first.in_flight}, sleeps={first.sleeps}, "
             f"shares_base={first.shares_base}"
         )
     free = {*SUMS, *MAXIMA, *OF_REQUESTS}
@@ -145,12 +145,13 @@ def zeroed_blocks() -> Iterator[None]:
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    before = KVCacheConfig.needs_kv_cache_zeroing
-    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)  # type: ignore[method-assign]
+    kind: Any = KVCacheConfig
+    before = kind.needs_kv_cache_zeroing
+    kind.needs_kv_cache_zeroing = property(lambda config: True)
     try:
         yield
     finally:
-        KVCacheConfig.needs_kv_cache_zeroing = before  # type: ignore[method-assign]
+        kind.needs_kv_cache_zeroing = before
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:

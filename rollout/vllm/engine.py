@@ -462,11 +462,11 @@ class VllmEngine:
         if not here:  # the files were downloaded by vLLM just now, so they could not be checked before
             check_model(settings.model)
 
-    def of_run(self, run: int) -> VllmEngine:
+    def of_run(self, run: int, settings: EngineSettings | None = None) -> VllmEngine:
         """The same engine as one of its runs sees it: with that run's policies and settings. It ends when it was closed
-        for each run."""
+        for each run. settings: that run's, with its stop tokens; None: those that the engine was made with."""
         other = copy.copy(self)
-        other._run, other._settings = run, self._of_runs[run]
+        other._run, other._settings = run, settings or self._of_runs[run]
         return other
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[Completion]:

@@ -1,0 +1,148 @@
+"""gleaner sweep: several runs on one generator and one learner. This module has the command line; drive.py runs the
+sweep."""
+
+import asyncio
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from learner.driver import process
+from learner.main import Request, epilog
+
+if TYPE_CHECKING:
+    from cluster.config import Deadlines
+    from learner.driver.preflight import Prepared
+    from learner.tools.sweep.runs import Sweep
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRequest(Request):
+    """Train several runs side by side, on one base: seeds, rates, rewards.
+
+    A key with several values makes the runs, several keys all combinations. Each is a run folder of its own, in that of
+    the sweep. While one run trains the others generate, so a card has work for both roles, and the base is there once.
+    The same command goes on where it stopped.
+    """
+
+    EPILOG = epilog(
+        "gleaner sweep my.yaml seed=0,1,2",
+        "gleaner sweep my.yaml seed=0,1 learner.learning_rate=1e-5,3e-5 steps=200",
+        "gleaner sweep my.yaml learner.lora.rank=8,32 learner.learning_rate=1e-4,3e-5 --zip",
+        "gleaner sweep my.yaml seed=0,1,2 --dry-run",
+        failed="a run failed",
+    )
+    CONTEXT: ClassVar = {"ignore_unknown_options": True}
+
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file that all runs begin with.")]
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE,...",
+            help="Settings that replace the file's; several values, separated by commas, make several runs. A list "
+            "as one value stands in brackets, a text with commas in quotes.",
+        ),
+    ] = None
+    zip: Annotated[
+        bool, typer.Option("--zip", help="Pair the values of the keys instead of combining all with all.")
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say which keys are equal, start nothing.")
+    ] = False
+
+
+def run(asked: SweepRequest) -> int:
+    """Exit code: 0 all runs are done, or stopped with a checkpoint; 1 a run failed; 2 an input is wrong; 130 stopped by
+    a signal before the runs began, or at once."""
+    if wrong := process.hidden_package() or process.wrong_place():
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    try:
+        with process.interrupting():
+            return _run(asked)
+    except KeyboardInterrupt:
+        print("stopped before the runs began", file=sys.stderr)
+        return 130
+
+
+def _run(asked: SweepRequest) -> int:
+    from cluster.actor import ClusterLost
+    from cluster.errors import WrongInput
+    from learner.driver import failure
+    from learner.main import leave
+    from learner.tools.sweep.runs import sweep_of
+    from rollout.data import model_files
+
+    process.streams_are_commentary()
+    try:
+        sweep = sweep_of(asked.config, asked.overrides or (), zipped=asked.zip)
+        first = sweep.configs[0]
+        model_files.settle([first.model.path, first.model.reference, first.data.path, first.data.eval.path])
+        return _dry_run(sweep) if asked.dry_run else _train(sweep)
+    except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
+        raise KeyboardInterrupt from error
+    except asyncio.CancelledError as error:
+        begun = "stopped at once; the same command goes on from the last checkpoints"
+        print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
+        return 130
+    except (Exception, BaseExceptionGroup) as several:
+        cause = failure.first_of(several)
+        if isinstance(cause, WrongInput):
+            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
+            return 2
+        text, code = failure.tell(cause)
+        print(text, file=sys.stderr, flush=True)
+        if isinstance(cause, ClusterLost):
+            leave(code)  # see learner.main
+        return code
+
+
+def _dry_run(sweep: "Sweep") -> int:
+    from learner.driver.preflight import report
+    from learner.tools.sweep.runs import told
+
+    prepared = _prepared(sweep)
+    print("\n".join(told(sweep)))
+    print(report(prepared[0], None))
+    return 0
+
+
+def _train(sweep: "Sweep") -> int:
+    from cluster import files
+    from learner.tools.sweep import drive
+
+    with ExitStack() as locks:
+        for config in sweep.configs:
+            locks.enter_context(files.lock_held(config.run_dir))
+        return asyncio.run(drive.run(sweep, _prepared(sweep)))
+
+
+def _prepared(sweep: "Sweep") -> list["Prepared"]:
+    """All runs, checked. Raises WrongInput with a line for each mistake."""
+    from learner.driver.failure import Findings
+    from learner.driver.preflight import prepare
+
+    found = Findings()
+    prepared = [found.of(prepare, _shared(config, len(sweep.runs))) for config in sweep.configs]
+    found.finish()
+    return [_patient(one, len(sweep.runs)) for one in prepared if one is not None]
+
+
+def _shared(config: Any, runs: int) -> Any:
+    """The configuration of one of several runs, whose memory is planned for all of them."""
+    memory = config.memory.shared_by(runs)
+    if config.memory.layout == "auto" and config.cluster.gpus.one_card:
+        memory = memory.model_copy(update={"layout": "slices"})  # never alternating: others generate meanwhile
+    return config.model_copy(update={"memory": memory})
+
+
+def _patient(prepared: "Prepared", runs: int) -> "Prepared":
+    """The run with deadlines for processes that work for all runs."""
+    cluster = prepared.config.cluster
+    longer: Deadlines = cluster.deadlines.model_copy(
+        update={name: runs * getattr(cluster.deadlines, name) for name in ("group", "push", "step")}
+    )
+    config = prepared.config.model_copy(update={"cluster": cluster.waiting(longer)})
+    return replace(prepared, config=config)
