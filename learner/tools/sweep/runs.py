@@ -121,7 +121,7 @@ def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False) -> Sw
         config = found.of(load_config, file, [*common, *own])
         configs += [] if config is None else [config]
     found.finish()
-    whole = configs[0].name.removesuffix("{seed}").removesuffix("seed").rstrip("-_.") or "sweep"
+    whole = configs[0].name.replace("seed{seed}", "").replace("{seed}", "").rstrip("-_.") or "sweep"
     names = _names(runs)
     placed = [_placed(config, whole, name) for config, name in zip(configs, names, strict=True)]
     if wrong := [*_refused(configs)]:
