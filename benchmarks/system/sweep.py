@@ -35,6 +35,7 @@ from benchmarks.system.system_run import (
 )
 
 LIMIT_S, LOOK_S = 3000.0, 0.5
+WORKLOADS = ("ragged", "real", "demo")
 
 
 @dataclass
@@ -112,7 +113,7 @@ def workloads(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Tree
 def main() -> None:
     parser = parser_of(__doc__)
     add_ragged_options(parser)
-    parser.add_argument("--workloads", nargs="+", choices=["ragged", "real", "demo"], default=["ragged", "real", "demo"])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
@@ -125,9 +126,10 @@ def main() -> None:
                     found.append(measured(name, tree, runs, skip))
                     print(found[-1], flush=True)
     text = (
-        f"# Runs side by side on one generator and one learner\n\n{table(found)}\n\nEach run is synchronous; one core for "
-        "each role. Steps: of a run, while all runs are under way. A ratio is within one turn. Memory: of all processes, "
-        f"Ray's included, shared pages once. Ragged: {about_ragged(options)}\n\nConditions: {under(told, 'Wall time')}\n"
+        f"# Runs side by side on one generator and one learner\n\n{table(found)}\n\nEach run is synchronous; one core "
+        "for each role. Steps: of a run, while all runs are under way. A ratio is within one turn. Memory: of all "
+        f"processes, Ray's included, shared pages once. Ragged: {about_ragged(options)}\n\n"
+        f"Conditions: {under(told, 'Wall time')}\n"
     )
     save("sweep", {"conditions": told, "measured": [asdict(one) for one in found]}, text)
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from learner.driver import process
-from learner.main import Request, epilog
+from learner.main import Request, epilog, positive
 
 if TYPE_CHECKING:
     from cluster.config import Deadlines
+    from learner.driver.memory import Cards
     from learner.driver.preflight import Prepared
     from learner.tools.sweep.runs import Sweep
 
@@ -31,7 +32,8 @@ class SweepRequest(Request):
         "gleaner sweep my.yaml seed=0,1,2",
         "gleaner sweep my.yaml seed=0,1 learner.learning_rate=1e-5,3e-5 steps=200",
         "gleaner sweep my.yaml learner.lora.rank=8,32 learner.learning_rate=1e-4,3e-5 --zip",
-        "gleaner sweep my.yaml seed=0,1,2 --dry-run",
+        "gleaner sweep my.yaml learner.learning_rate=1e-5,3e-5,1e-4,3e-4 --keep 1",
+        "gleaner sweep my.yaml seed=0,1,2 --dry-run --assume-gpus rtx4090",
         failed="a run failed",
     )
     CONTEXT: ClassVar = {"ignore_unknown_options": True}
@@ -48,9 +50,21 @@ class SweepRequest(Request):
     zip: Annotated[
         bool, typer.Option("--zip", help="Pair the values of the keys instead of combining all with all.")
     ] = False
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            parser=positive,
+            metavar="N",
+            help="Stop early: at halves of the steps the better half by held-out accuracy goes on, until N are left.",
+        ),
+    ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, say which keys are equal, start nothing.")
     ] = False
+    assume_gpus: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --dry-run: check as if cards were here: h100, 80GiB, 2x24GiB."),
+    ] = None
 
 
 def run(asked: SweepRequest) -> int:
@@ -71,16 +85,23 @@ def _run(asked: SweepRequest) -> int:
     from cluster.actor import ClusterLost
     from cluster.errors import WrongInput
     from learner.driver import failure
+    from learner.driver.memory import cards_of
     from learner.main import leave
-    from learner.tools.sweep.runs import sweep_of
+    from learner.tools.sweep.runs import check_keep, sweep_of
     from rollout.data import model_files
 
     process.streams_are_commentary()
     try:
-        sweep = sweep_of(asked.config, asked.overrides or (), zipped=asked.zip)
+        assumed = cards_of(asked.assume_gpus) if asked.assume_gpus is not None else None
+        if assumed is not None and not asked.dry_run:
+            raise WrongInput("--assume-gpus: a sweep needs the cards themselves; give it with --dry-run")
+        count = None if assumed is None else assumed.count
+        sweep = sweep_of(asked.config, asked.overrides or (), zipped=asked.zip, cards=count)
+        if asked.keep is not None:
+            check_keep(sweep, asked.keep)
         first = sweep.configs[0]
         model_files.settle([first.model.path, first.model.reference, first.data.path, first.data.eval.path])
-        return _dry_run(sweep) if asked.dry_run else _train(sweep)
+        return _dry_run(sweep, assumed) if asked.dry_run else _train(sweep, asked.keep)
     except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
         raise KeyboardInterrupt from error
     except asyncio.CancelledError as error:
@@ -99,33 +120,33 @@ def _run(asked: SweepRequest) -> int:
         return code
 
 
-def _dry_run(sweep: "Sweep") -> int:
+def _dry_run(sweep: "Sweep", cards: "Cards | None") -> int:
     from learner.driver.preflight import report
     from learner.tools.sweep.runs import told
 
-    prepared = _prepared(sweep)
+    prepared = _prepared(sweep, cards)
     print("\n".join(told(sweep)))
-    print(report(prepared[0], None))
+    print(report(prepared[0], cards))
     return 0
 
 
-def _train(sweep: "Sweep") -> int:
+def _train(sweep: "Sweep", keep: int | None) -> int:
     from cluster import files
     from learner.tools.sweep import drive
 
     with ExitStack() as locks:
         for config in sweep.configs:
             locks.enter_context(files.lock_held(config.run_dir))
-        return asyncio.run(drive.run(sweep, _prepared(sweep)))
+        return asyncio.run(drive.run(sweep, _prepared(sweep), keep))
 
 
-def _prepared(sweep: "Sweep") -> list["Prepared"]:
+def _prepared(sweep: "Sweep", cards: "Cards | None" = None) -> list["Prepared"]:
     """All runs, checked. Raises WrongInput with a line for each mistake."""
     from learner.driver.failure import Findings
     from learner.driver.preflight import prepare
 
     found = Findings()
-    prepared = [found.of(prepare, _shared(config, len(sweep.runs))) for config in sweep.configs]
+    prepared = [found.of(prepare, _shared(config, len(sweep.runs)), cards) for config in sweep.configs]
     found.finish()
     return [_patient(one, len(sweep.runs)) for one in prepared if one is not None]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,7 +33,7 @@ from learner.driver.preflight import Prepared
 from learner.driver.record import closed
 from learner.driver.roles import ALLOCATOR, check_nodes, learner_started, make_trainers, started, worker_spec
 from learner.tools.sweep.runs import Named, Sweep, folder_of
-from learner.tools.sweep.table import RowProgress, SweepProgress
+from learner.tools.sweep.table import ACCURACY, RowProgress, SweepProgress
 from learner.trainer.service import TrainerService
 from rollout.producer import Producer
 from rollout.service import RolloutService
@@ -121,8 +122,8 @@ class HooksOfRun(Hooks):
 class Member:
     """One run of the sweep.
 
-    prepared: what its next attempt starts from. state: waiting, running, done, stopped or failed. error: why it has
-    failed. stop: ends it after its step, with a checkpoint.
+    prepared: what its next attempt starts from. state: waiting, running, done, stopped, dropped (by Halving) or failed.
+    error: why it has failed. stop: ends it after its step, with a checkpoint.
     """
 
     number: int
@@ -133,12 +134,52 @@ class Member:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     state: str = "waiting"
     error: str = ""
+    dropped: bool = False
     loop: Loop | None = None
 
     @property
     def open(self) -> bool:
         """Whether the run has not ended."""
         return self.state in ("waiting", "running")
+
+    def accuracy(self, step: int) -> float | None:
+        """That of the first evaluation at this step or a later one; None before it."""
+        found = [] if self.loop is None else self.loop.held_out.evaluations
+        return next((one.metrics.get(ACCURACY, 0.0) for one in found if one.step >= step), None)
+
+
+class Halving:
+    """Successive halving (Jamieson & Talwalkar 2016, 1502.07943): of the runs that are left at a rung, the better half
+    by held-out accuracy goes on, until `keep` are left. The rungs are a half, a quarter, an eighth ... of the steps, as
+    many as halvings are needed. The others end with a checkpoint.
+
+    A rung is decided when each run that is left has been evaluated there; until then all go on, so that the decision
+    does not depend on which run was faster.
+    """
+
+    def __init__(self, members: Sequence[Member], keep: int) -> None:
+        self._members, self._keep = members, keep
+        steps = members[0].prepared.total_steps
+        halvings = max(0, math.ceil(math.log2(len(members) / keep)))
+        self._rungs = [steps >> (halvings - i) for i in range(halvings)]
+        for member in members:
+            member.progress.evaluated = self.decide
+
+    def decide(self) -> None:
+        """Decides each rung that all have reached."""
+        while self._rungs:
+            left = [member for member in self._members if member.state != "failed" and not member.dropped]
+            scores = {member.number: member.accuracy(self._rungs[0]) for member in left}
+            if None in scores.values():
+                return
+            rung = self._rungs.pop(0)
+            best = sorted(left, key=lambda member: (-(scores[member.number] or 0.0), member.number))
+            for member in best[max(self._keep, math.ceil(len(left) / 2)) :]:
+                member.dropped = True
+                member.stop.set()
+                member.progress.note(
+                    f"dropped after step {rung}: its accuracy of {scores[member.number]:.3f} is behind"
+                )
 
 
 class Record:
@@ -150,7 +191,7 @@ class Record:
 
     def write(self) -> None:
         """Writes the file anew."""
-        found = json.loads(self._file.read_text()) if self._file.exists() else {"runs": {}}
+        found = recorded(self._file.parent)
         for member in self._members:
             found["runs"][member.named.name] = {
                 "given": dict(member.named.given),
@@ -167,6 +208,12 @@ class Record:
             os.replace(partial_file, self._file)
 
 
+def recorded(folder: Path) -> dict[str, Any]:
+    """The content of sweep.json; without any runs where there is none."""
+    file = folder / FILE
+    return dict(json.loads(file.read_text())) if file.exists() else {"runs": {}}
+
+
 def _accuracies(loop: Loop) -> list[tuple[int, Mapping[str, float]]]:
     return [(one.step, one.metrics) for one in loop.held_out.evaluations]
 
@@ -174,14 +221,17 @@ def _accuracies(loop: Loop) -> list[tuple[int, Mapping[str, float]]]:
 # The sweep.
 
 
-async def run(sweep: Sweep, prepared: Sequence[Prepared]) -> int:
+async def run(sweep: Sweep, prepared: Sequence[Prepared], keep: int | None = None) -> int:
     """Runs all runs to their last steps, or until asked to stop. Returns the exit code: 1 if a run has failed. Raises
-    an error that ends all of them."""
+    an error that ends all of them. keep: see Halving; None: all go on to their ends."""
     names, config = [one.name for one in sweep.runs], prepared[0].config
     with SweepProgress(names) as progress:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         members = [_member(*each, progress) for each in zip(range(len(names)), sweep.runs, prepared, strict=True)]
         record = Record(folder_of(sweep), members)
+        if keep is not None:
+            _drop_again(members, folder_of(sweep))
+            Halving(members, keep)
         for note in dict.fromkeys((prepared[0].budgets.note, *(note for one in prepared for note in one.notes))):
             progress.note(note)
         if any(member.open for member in members):
@@ -218,6 +268,14 @@ def _member(number: int, named: Named, prepared: Prepared, together: SweepProgre
     return member
 
 
+def _drop_again(members: Sequence[Member], folder: Path) -> None:
+    """Leaves out the runs that an earlier start of the same command has dropped."""
+    before = recorded(folder)["runs"]
+    for member in members:
+        if before.get(member.named.name, {}).get("state") == "dropped":
+            member.dropped, member.state = True, "dropped"
+
+
 async def _attempts(members: Sequence[Member], session: Session, progress: SweepProgress, record: Record) -> None:
     """Attempts until no run is open. A lost learner is lost for all runs: they begin again together, each from its
     newest checkpoint, with fresh processes, since an engine takes no earlier policy than it has served."""
@@ -227,7 +285,7 @@ async def _attempts(members: Sequence[Member], session: Session, progress: Sweep
             await _attempt(members, session, progress, record)
             return
         except* (LearnerLost, ValueLost) as lost:
-            if left == 0 or any(member.stop.is_set() for member in members):
+            if left == 0 or any(member.stop.is_set() and not member.dropped for member in members):
                 raise
             left -= 1
             progress.note(f"{sentence_of(first_of(lost))}; all runs go on from their checkpoints, with fresh processes")
@@ -321,7 +379,7 @@ async def _run_of(
             member.loop.stop = member.stop
             await member.loop.run(prepared.resume_from, session.ray_processes.watch())
         finished = member.loop.step >= prepared.total_steps or not member.stop.is_set()
-        _ended(member, "done" if finished else "stopped")
+        _ended(member, "dropped" if member.dropped else "done" if finished else "stopped")
         member.phases.split(sinks.timeline, "end")
         member.phases.record(config.run_dir, resumed=prepared.resume_from is not None)
     except (Exception, BaseExceptionGroup) as error:
@@ -355,9 +413,9 @@ def _conclude(members: Sequence[Member], progress: SweepProgress) -> None:
 
 def _first(member: Member) -> float | None:
     found = [] if member.loop is None else member.loop.held_out.evaluations
-    return found[0].metrics.get("eval/accuracy") if found else None
+    return found[0].metrics.get(ACCURACY) if found else None
 
 
 def _last(member: Member) -> float | None:
     found = [] if member.loop is None else member.loop.held_out.evaluations
-    return found[-1].metrics.get("eval/accuracy") if found else None
+    return found[-1].metrics.get(ACCURACY) if found else None

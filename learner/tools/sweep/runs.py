@@ -97,10 +97,10 @@ class Sweep:
         return [one.config for one in self.runs]
 
 
-def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False) -> Sweep:
+def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False, cards: int | None = None) -> Sweep:
     """The sweep of a configuration file and overrides, of which those with several values, separated by commas, make
     the runs: all combinations, or with `zipped` the first values together, the second ones, and so on. A value that is
-    a list stands in brackets.
+    a list stands in brackets. cards: as load_config has it.
 
     Raises WrongInput with a line for each mistake.
     """
@@ -118,7 +118,7 @@ def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False) -> Sw
     found, configs = Findings(), list[RunConfig]()
     for given in runs:
         own = [f"{key}={value}" for key, value in given.items()]
-        config = found.of(load_config, file, [*common, *own])
+        config = found.of(load_config, file, [*common, *own], cards)
         configs += [] if config is None else [config]
     found.finish()
     whole = configs[0].name.replace("seed{seed}", "").replace("{seed}", "").rstrip("-_.") or "sweep"
@@ -205,6 +205,17 @@ def _kind(key: str) -> str:
         if any(key == one or key.startswith(f"{one}.") for one in keys):
             return kind
     return "free"
+
+
+def check_keep(sweep: Sweep, keep: int) -> None:
+    """Raises WrongInput unless runs of the sweep can be dropped until `keep` are left."""
+    configs = sweep.configs
+    if keep >= len(configs):
+        raise WrongInput(f"--keep: must be less than the {len(configs)} runs of the sweep, got {keep}; leave it out")
+    if any(config.data.eval.every == 0 for config in configs):
+        raise WrongInput("--keep: needs held-out problems, by which runs are compared; set data.eval.every")
+    if len({(config.steps, config.epochs) for config in configs}) > 1:
+        raise WrongInput("--keep: compares runs at the same steps; give all runs the same steps or epochs")
 
 
 def told(sweep: Sweep) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from learner.driver.console import COLUMNS, Progress, escaped
 
+ACCURACY = "eval/accuracy"
 SHOWN = ("reward", "accuracy", "tokens/s", "length", "mismatch", "train s")
 
 
@@ -84,11 +85,15 @@ class SweepProgress:
 
 
 class RowProgress(Progress):
-    """The Progress of one run of a sweep: lines with its name in front, or a row of the table."""
+    """The Progress of one run of a sweep: lines with its name in front, or a row of the table.
+
+    evaluated: called when the run has an evaluation; set by whoever wants to know.
+    """
 
     def __init__(self, name: str, total_steps: int, dtype: str, together: SweepProgress, evaluates: int) -> None:
         super().__init__(total_steps, dtype, together.console, evaluates)
         self._name, self._together = name, together
+        self.evaluated: Callable[[], None] = _nothing
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sets the run's row, or prints a line."""
@@ -98,6 +103,8 @@ class RowProgress(Progress):
         if not self._together.live:
             words = " ".join(f"{name} {cells[name]}" for name in SHOWN if name in cells)
             self.note(f"step {where} {words}{self._left(step, metrics)}")
+        if ACCURACY in metrics:
+            self.evaluated()
 
     def ended(self, text: str) -> None:
         """Shows how the run has ended."""
@@ -106,3 +113,7 @@ class RowProgress(Progress):
     def note(self, text: str) -> None:
         """Prints a line with the run's name in front."""
         self._together.note(f"{self._name}: {text}")
+
+
+def _nothing() -> None:
+    """The default of RowProgress.evaluated."""
