@@ -1,4 +1,4 @@
-"""What `learner` has for Python (train, evaluate, plan, their errors and results), by the name that people look for.
+"""What `learner` has for Python (train, sweep, evaluate, plan, their errors and results), by the name that people look for.
 
 It finds the packages of this project beside itself, whatever learner.py or rewards.py lies in the folder of the script.
 """
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from learner import InputError as InputError
     from learner import RunFailed as RunFailed
+    from learner import SweepResult as SweepResult
     from learner import TrainError as TrainError
     from learner import TrainResult as TrainResult
     from learner import evaluate as evaluate
     from learner import plan as plan
+    from learner import sweep as sweep
     from learner import train as train
 
     __version__: str

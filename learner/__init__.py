@@ -1,5 +1,5 @@
 """The learner's side of gleaner, and the driver that connects all parts: configuration, driver, trainer, model,
-algorithms, commands. The Python interface is `from gleaner import train, evaluate, plan`.
+algorithms, commands. The Python interface is `from gleaner import train, sweep, evaluate, plan`.
 
 Importing this package imports gleaner's other packages first, so that no file of the user's is taken for one of them.
 """
@@ -11,9 +11,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from learner.api.calls import SweepResult as SweepResult
     from learner.api.calls import TrainResult as TrainResult
     from learner.api.calls import evaluate as evaluate
     from learner.api.calls import plan as plan
+    from learner.api.calls import sweep as sweep
     from learner.api.calls import train as train
     from learner.api.process import InputError as InputError
     from learner.api.process import RunFailed as RunFailed
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
 HOMES = {
     "InputError": "process",
     "RunFailed": "process",
+    "SweepResult": "calls",
     "TrainError": "process",
     "TrainResult": "calls",
     "evaluate": "calls",
     "plan": "calls",
+    "sweep": "calls",
     "train": "calls",
 }
 

@@ -278,6 +278,112 @@ class _Steps:
             self._process.interrupt(1)
 
 
+# sweep().
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun(TrainResult):
+    """One run of a sweep: a TrainResult, with what has become of it.
+
+    given: its own settings, as text. state: done, stopped or dropped, each with a checkpoint, or failed, for the reason
+    `error`.
+    """
+
+    given: Mapping[str, str]
+    state: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """The result of a sweep. folder: holds those of the runs. runs: by name."""
+
+    folder: Path
+    runs: dict[str, SweepRun]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a line for each run, with held-out accuracy before and after."""
+        from learner.api import shown
+
+        rows = [["run", "state", "eval/accuracy first", "last"]]
+        for name, run in self.runs.items():
+            scores = [one.get("eval/accuracy") for one in (run.before, run.after)]
+            rows.append([name, run.state, *("" if score is None else f"{score:.3f}" for score in scores)])
+        return shown.table(rows)
+
+
+def sweep(
+    values: Mapping[str, Sequence[Any]],
+    model: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    rewards: Sequence[Callable[..., Any] | str | Mapping[str, Any]] | None = None,
+    dataset: Any = None,
+    *,
+    eval_dataset: Any = None,
+    config: str | os.PathLike[str] | None = None,
+    zipped: bool = False,
+    keep: int | None = None,
+    **settings: Any,
+) -> SweepResult:
+    """Trains several runs side by side on one generator and one learner, as `gleaner sweep` does, in a process of its
+    own; returns when all have ended. The same call goes on with runs that were stopped.
+
+    Args:
+        values: dotted key -> the values that it has in different runs, plain ones as a file would hold them.
+        zipped: whether the first values of all keys make a run, the second ones the next, and so on, instead of all
+            combinations.
+        keep: stop early by successive halving, until so many runs are left; None: all go on to their ends.
+        model, rewards, dataset, eval_dataset, config, settings: what all runs have, as in `train`.
+
+    Raises:
+        InputError, KeyboardInterrupt: as `train`. RunFailed: the sweep failed as a whole; a run that fails by itself is
+            in the result.
+    """
+    if wrong := called_from.hidden_package():
+        raise InputError(wrong)
+    from learner.api.settings import checked, tree_of
+    from learner.tools.sweep import FILE
+
+    words = [f"{key}={','.join(map(_as_word, _several(key, given)))}" for key, given in values.items()]
+    words += ["--zip"] * zipped + ([] if keep is None else [f"--keep={keep}"])
+    inputs = Inputs()
+    tree = tree_of(config, model, rewards, {"dataset": dataset, "eval_dataset": eval_dataset}, settings, inputs)
+    folder = checked(tree).sweep_dir
+    with tempfile.TemporaryDirectory(prefix="gleaner-sweep-") as made:
+        file = Path(made) / "config.yaml"
+        file.write_text(_written(inputs, folder / "inputs", tree))
+        with RunProcess(CHILD, ["sweep", str(file), *words], "") as process:
+            if process.follow(lambda: None, WORDS):
+                raise KeyboardInterrupt(f"the runs have stopped{_where(process.failure())}")
+            failure = process.failure()
+    found = json_value((folder / FILE).read_bytes(), FILE)["runs"] if (folder / FILE).exists() else {}
+    if isinstance(failure, InputError):
+        inputs.withdraw()
+    alone = not isinstance(failure, InputError) and any(one["state"] == "failed" for one in found.values())
+    if failure is not None and not alone:
+        raise failure
+    return SweepResult(folder, {name: _swept(folder / name, one) for name, one in found.items()})
+
+
+def _several(key: str, given: Any) -> Sequence[Any]:
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
+        raise InputError(f"values: {key}: must be a list of values, got {given!r:.80}")
+    return given
+
+
+def _as_word(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise InputError(f"values: must be plain values, as a file would hold them, got {kind}") from None
+
+
+def _swept(run_dir: Path, told: Mapping[str, Any]) -> SweepRun:
+    found = result_of(run_dir, rows_of(run_dir / METRICS_FILE))
+    state = {"given": told["given"], "state": told["state"], "error": told.get("error", "")}
+    return SweepRun(found.run_dir, found.adapter, found.model, found.metrics, **state)
+
+
 # evaluate().
 
 EVALUATION_WORDS = ("interrupted: the evaluation ends", "stopping at once")

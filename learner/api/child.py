@@ -1,6 +1,7 @@
 """The process in which learner.api.calls runs a training or an evaluation. PARENT is the caller's process id:
 
     python -m learner.api.child PARENT train --config /dev/stdin
+    python -m learner.api.child PARENT sweep FILE KEY=VALUE,...
     python -m learner.api.child PARENT evaluate FOLDER
 
 Standard input holds the configuration of the run, or for an evaluation a JSON object with the tree of a configuration
@@ -10,11 +11,12 @@ and the arguments of learner.tools.evaluation.evaluate, whose result is written 
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.child import end_with_parent
 from learner.driver import process
-from learner.main import leave, main
+from learner.main import answer, command_of, leave, main
 
 RESULT, ROWS = "result.json", "rows.parquet"
 
@@ -56,6 +58,19 @@ def _evaluate(folder: Path) -> None:
     (folder / RESULT).write_text(json.dumps(found.to_dict()))
 
 
+def sweep(words: list[str]) -> int:
+    """Runs the sweep that the words of the command line describe. Returns the exit code."""
+    process.ours_first()
+    from learner.tools.sweep import SweepRequest, run
+
+    return answer(command_of(SweepRequest, run, "sweep"), words, "sweep")
+
+
 if __name__ == "__main__":
     tie_to(int(sys.argv[1]))
-    leave(main(sys.argv[3:]) if sys.argv[2] == "train" else evaluate(Path(sys.argv[3])))
+    WORK: dict[str, Callable[[list[str]], int]] = {
+        "train": main,
+        "sweep": sweep,
+        "evaluate": lambda words: evaluate(Path(words[0])),
+    }
+    leave(WORK[sys.argv[2]](sys.argv[3:]))

@@ -350,6 +350,12 @@ class Settings(Frozen):
         return (Path(self.output_dir).expanduser() / self.name.format(seed=self.seed)).absolute()
 
     @property
+    def sweep_dir(self) -> Path:
+        """Absolute folder of a sweep of this configuration, which holds those of its runs."""
+        whole = self.name.replace("seed{seed}", "").replace("{seed}", "").rstrip("-_.") or "sweep"
+        return (Path(self.output_dir).expanduser() / whole).absolute()
+
+    @property
     def settled_learner(self) -> LearnerConfig:
         """The learner's settings, with `reduce` as the number of ranks wants it."""
         if self.learner.reduce != "auto":

@@ -10,6 +10,7 @@ import typer
 
 from learner.driver import process
 from learner.main import Request, epilog, natural
+from learner.tools.sweep import FILE as SWEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,13 @@ class ReportRequest(Request):
         "gleaner report runs/demo-seed0 --against runs/demo-seed1 --out both.html",
         "gleaner report runs/demo-seed0 --live",
         "gleaner report runs/demo-seed0 --terminal",
+        "gleaner report runs/my-sweep",
         failed="the page could not be written or served",
     )
 
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; the run may still be going on.")]
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run's folder, or a sweep's; the run may still be going on.")
+    ]
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; else report.html in RUN.")] = None
     against: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Another run, whose curves and settings stand beside it.")
@@ -52,6 +56,10 @@ def run(asked: ReportRequest) -> int:
     if wrong := _wrong(asked):
         print(f"error: {wrong}", file=sys.stderr)
         return 2
+    if (asked.run / SWEEP).is_file():
+        from learner.tools.sweep.report import write_report
+
+        return write_report(asked.run, asked.out)
     if asked.terminal:
         return _in_terminal(asked.run)
     from learner.tools.report import write
@@ -80,6 +88,9 @@ def _in_terminal(run: Path) -> int:
 
 def _wrong(asked: ReportRequest) -> str:
     """Returns a sentence about options that do not go together, or ''."""
+    of_run = {"--against": asked.against is not None, "--live": asked.live, "--terminal": asked.terminal}
+    if (asked.run / SWEEP).is_file() and (wrong := [name for name, given in of_run.items() if given]):
+        return f"{wrong[0]}: is of a single run, and {asked.run} is a sweep's folder; give one of the folders in it"
     of_page = {"--out": asked.out is not None, "--against": asked.against is not None, "--live": asked.live}
     if asked.terminal and (wrong := [name for name, given in of_page.items() if given]):
         return f"{wrong[0]}: is of the page, and does not go with --terminal; leave one out"

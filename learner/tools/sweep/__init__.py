@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from learner.tools.sweep.runs import Sweep
 
 
+FILE = "sweep.json"  # in the folder of a sweep
+
+
 @dataclass(frozen=True, slots=True)
 class SweepRequest(Request):
     """Train several runs side by side, on one base: seeds, rates, rewards.

@@ -32,6 +32,7 @@ from learner.driver.memory import stored_bytes
 from learner.driver.preflight import Prepared
 from learner.driver.record import closed
 from learner.driver.roles import ALLOCATOR, check_nodes, learner_started, make_trainers, started, worker_spec
+from learner.tools.sweep import FILE
 from learner.tools.sweep.runs import Named, Sweep, folder_of
 from learner.tools.sweep.table import ACCURACY, RowProgress, SweepProgress
 from learner.trainer.service import TrainerService
@@ -42,7 +43,6 @@ from rollout.worker import RolloutWorkers
 
 log = logging.getLogger("learner")
 
-FILE = "sweep.json"  # in the folder of a sweep
 RESTARTS = 3  # a lost learner is replaced so many times at least, since its loss would end all runs
 
 
@@ -234,6 +234,7 @@ async def run(sweep: Sweep, prepared: Sequence[Prepared], keep: int | None = Non
             Halving(members, keep)
         for note in dict.fromkeys((prepared[0].budgets.note, *(note for one in prepared for note in one.notes))):
             progress.note(note)
+        record.write()
         if any(member.open for member in members):
             progress.note("starting Ray, generators and learner (about 15 s on two cores)")
             cpus = sum(role.cpus for role in roles(config))

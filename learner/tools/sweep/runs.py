@@ -8,7 +8,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from cluster.errors import WrongInput
 from cluster.trackers import dotted
@@ -86,9 +86,8 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep: its runs, in the order of the grid. folder_name: of the folder that holds theirs."""
+    """A sweep: its runs, in the order of the grid."""
 
-    folder_name: str
     runs: tuple[Named, ...]
 
     @property
@@ -121,12 +120,11 @@ def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False, cards
         config = found.of(load_config, file, [*common, *own], cards)
         configs += [] if config is None else [config]
     found.finish()
-    whole = configs[0].name.replace("seed{seed}", "").replace("{seed}", "").rstrip("-_.") or "sweep"
     names = _names(runs)
-    placed = [_placed(config, whole, name) for config, name in zip(configs, names, strict=True)]
+    placed = [_placed(config, name) for config, name in zip(configs, names, strict=True)]
     if wrong := [*_refused(configs)]:
         raise WrongInput("\n".join(wrong))
-    return Sweep(whole, tuple(map(Named, names, runs, placed)))
+    return Sweep(tuple(map(Named, names, runs, placed)))
 
 
 def _split(text: str) -> Iterator[str]:
@@ -172,12 +170,12 @@ def _names(runs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _plain(value: str) -> str:
-    return CHARACTERS.sub("-", value).strip("-.") or "empty"
+    return CHARACTERS.sub("-", value.replace("+", "")).strip("-.") or "empty"  # 1e+30 is no 1e-30
 
 
-def _placed(config: RunConfig, whole: str, name: str) -> RunConfig:
+def _placed(config: RunConfig, name: str) -> RunConfig:
     """The configuration with its folder in that of the sweep."""
-    return config.model_copy(update={"output_dir": f"{config.output_dir.rstrip('/')}/{whole}", "name": name})
+    return config.model_copy(update={"output_dir": str(config.sweep_dir), "name": name})
 
 
 def _refused(configs: Sequence[RunConfig]) -> Iterator[str]:
@@ -231,6 +229,6 @@ def told(sweep: Sweep) -> list[str]:
     return [*lines, *(f"run          {one.name}" for one in sweep.runs)]
 
 
-def folder_of(sweep: Sweep) -> Any:
+def folder_of(sweep: Sweep) -> Path:
     """The absolute folder that holds the runs' folders."""
     return sweep.configs[0].run_dir.parent
