@@ -1,4 +1,4 @@
-"""What `learner` has for Python (train, sweep, evaluate, plan, their errors and results), by the name that people look for.
+"""What `learner` has for Python (train, sweep, evaluate, plan, errors and results), by the name that people look for.
 
 It finds the packages of this project beside itself, whatever learner.py or rewards.py lies in the folder of the script.
 """

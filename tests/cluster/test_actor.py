@@ -1,4 +1,4 @@
-"""Deadlines of a process that is stopped, and goes on: what is counted, and what is not."""
+"""Deadlines of a process that is stopped and goes on; a process that several runs share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from cluster import actor
-from cluster.actor import Awake, within
+from cluster.actor import ActorDied, Awake, Several, SharedProcess, within
 
 
 class Clock:
@@ -124,3 +125,79 @@ def test_a_process_that_was_stopped_for_longer_than_its_deadline_has_its_answer(
         process.stdin.flush()
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.read() == "answered True\n"
+
+
+# A process that several runs share.
+
+
+class Counted:
+    """An object of a shared process; `lost` calls end it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def tell(self, word: str) -> str:
+        return f"{self.name} {word}"
+
+
+class Process:
+    """The actor of a shared process that starts slowly and counts its starts."""
+
+    name = "generator-0"
+
+    def __init__(self) -> None:
+        self.starts, self.fails = 1, 0
+        self.objects = Several([Counted("first"), Counted("second")])
+
+    async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.objects, method.__name__)(*args, **kwargs)
+
+    async def until_ended(self, silence_s: float) -> None:
+        await asyncio.Event().wait()
+
+    async def revive(self, deadline_s: float) -> None:
+        await asyncio.sleep(0.01)
+        self.starts += 1
+        if self.fails > 0:
+            self.fails -= 1
+            raise ActorDied("lost again")
+
+
+async def test_each_run_has_its_own_object_of_a_shared_process() -> None:
+    shared = SharedProcess(cast(Any, Process()))
+    told = [await shared.of_run(run).call(Counted.tell, 1.0, "here") for run in (0, 1)]
+    assert told == ["first here", "second here"]
+
+
+async def test_a_shared_process_is_replaced_once_for_all_runs_that_lost_it() -> None:
+    process = Process()
+    shared = SharedProcess(cast(Any, process))
+    ends = [shared.of_run(run) for run in (0, 1, 2)]
+    await asyncio.gather(ends[0].revive(1.0), ends[1].revive(1.0))
+    await ends[2].revive(1.0)  # it notices the loss only after the replacement
+    assert (process.starts, shared.lives) == (2, 1)
+    await ends[2].revive(1.0)  # of the fresh process
+    await ends[0].revive(1.0)
+    assert (process.starts, shared.lives) == (3, 2)
+
+
+async def test_a_replacement_that_is_lost_too_is_told_to_all_and_tried_again_by_all_together() -> None:
+    process = Process()
+    process.fails = 1
+    shared = SharedProcess(cast(Any, process))
+    ends = [shared.of_run(run) for run in (0, 1)]
+    lost = await asyncio.gather(*(end.revive(1.0) for end in ends), return_exceptions=True)
+    assert [str(one) for one in lost] == ["lost again"] * 2
+    await asyncio.gather(*(end.revive(1.0) for end in ends))
+    assert (process.starts, shared.lives) == (3, 1)
+
+
+async def test_a_replacement_goes_on_though_the_run_that_began_it_ends() -> None:
+    process = Process()
+    shared = SharedProcess(cast(Any, process))
+    first, second = shared.of_run(0), shared.of_run(1)
+    begun = asyncio.create_task(first.revive(1.0))
+    await asyncio.sleep(0)
+    begun.cancel()
+    await second.revive(1.0)
+    assert (process.starts, shared.lives) == (2, 1)

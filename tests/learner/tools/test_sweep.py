@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import WrongInput
 from learner.config.settings import NAME
-from learner.tools.sweep.drive import Halving, LearnerTurn, Member
+from learner.tools.sweep.drive import Halving, LearnerTurn, Member, recorded
+from learner.tools.sweep.report import over_seeds, read_members, settings_of, write_report
 from learner.tools.sweep.runs import _split, check_keep, sweep_of
 
 TREE: dict[str, Any] = {
@@ -170,3 +172,41 @@ def test_what_keep_needs_is_said(file: str) -> None:
         check_keep(sweep_of(file, ["seed=0,1", "data.eval.every=0"]), 1)
     with pytest.raises(WrongInput, match="the same steps or epochs"):
         check_keep(sweep_of(file, ["steps=5,6"]), 1)
+
+
+def written(folder: Path, name: str, given: dict[str, str], accuracies: Sequence[float]) -> None:
+    """A run's folder as far as a report looks at it."""
+    (folder / name).mkdir()
+    lines = [
+        {"step": 4 * i, "at": 1.0 + i, "reward/mean": value / 2, "eval/accuracy": value}
+        for i, value in enumerate(accuracies)
+    ]
+    (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = recorded(folder)
+    found["runs"][name] = {"given": given, "state": "done", "of": 8, "error": "<b>why</b>"}
+    (folder / "sweep.json").write_text(json.dumps(found))
+
+
+def test_the_report_has_means_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, scores in ((0, [0.1, 0.5, 0.9]), (1, [0.3, 0.4])):  # the second run is not as far
+        written(tmp_path, f"seed-{seed}_rate-1", {"seed": str(seed), "rate": "1"}, scores)
+    written(tmp_path, "seed-0_rate-2", {"seed": "0", "rate": "2"}, [0.2, 0.2, 0.2])
+    groups = settings_of(read_members(tmp_path))
+    assert {name: len(own) for name, own in groups.items()} == {"rate=1": 2, "rate=2": 1}
+    assert over_seeds(groups["rate=1"], "eval/accuracy") == [
+        (0, pytest.approx(0.2), 0.1, 0.3), (4, pytest.approx(0.45), 0.4, 0.5),
+    ]  # fmt: skip
+    assert write_report(tmp_path, None) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "0.450 [0.400, 0.500] at step 4" in text
+    assert "&lt;b&gt;why&lt;/b&gt;" in text
+    assert "<script" not in text
+    assert text.count("<polyline") == 4
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"runs": {"../out": {}}}', '{"runs": {"a": 1}}', "{"])
+def test_a_damaged_record_is_said(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    assert write_report(tmp_path, None) == 2
+    assert "sweep.json" in capsys.readouterr().err
