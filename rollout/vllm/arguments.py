@@ -145,13 +145,13 @@ def zeroed_blocks() -> Iterator[None]:
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    kind: Any = KVCacheConfig
-    before = kind.needs_kv_cache_zeroing
-    kind.needs_kv_cache_zeroing = property(lambda config: True)
+    caches: Any = KVCacheConfig
+    before = caches.needs_kv_cache_zeroing
+    caches.needs_kv_cache_zeroing = property(lambda config: True)
     try:
         yield
     finally:
-        kind.needs_kv_cache_zeroing = before
+        caches.needs_kv_cache_zeroing = before
 
 
 def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:

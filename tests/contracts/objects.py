@@ -20,6 +20,7 @@ _OPTIMIZERS = ("bitsandbytes.optim.adamw.AdamW8bit", "bitsandbytes.optim.adamw.P
 
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout/vllm/": {
+        "caches": ("vllm.v1.kv_cache_interface.KVCacheConfig",),
         "engine": ("vllm.v1.engine.llm_engine.LLMEngine",),
         "engine.engine_core": ("vllm.v1.engine.core_client.InprocClient",),
         "engine.vllm_config": ("vllm.config.VllmConfig",),

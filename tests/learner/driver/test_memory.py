@@ -55,6 +55,23 @@ def test_two_slices_share_a_card_within_its_bytes() -> None:
     assert budgets.kv_cache == budgets.plan.kv_bytes
 
 
+def test_runs_that_share_their_processes_cost_adapters_optimizers_and_cache_and_no_base() -> None:
+    config, model = run(
+        memory={"device": "24GiB", "layout": "slices"}, learner={"checkpointing": "full", "token_budget": 4096},
+        rollout={"kv_cache": "1GiB", "max_completion_length": 786},
+    )  # fmt: skip
+    of_four = config.model_copy(update={"memory": config.memory.shared_by(4)})
+    alone, shared = settle(config, model), settle(of_four, model)
+    assert alone.plan is not None
+    assert shared.plan is not None
+    assert (alone.kv_cache, shared.kv_cache, shared.plan.kv_bytes) == (GIB, GIB, 4 * GIB)
+    for name, times in {"weights": 1, "gradients": 1, "adapters": 4, "optimizer": 4}.items():
+        assert shared.plan.learner[name] == times * alone.plan.learner[name], name
+    for name, times in {"weights": 1, "kv_cache": 4, "lora_slots": 4}.items():
+        assert shared.plan.generator[name] == times * alone.plan.generator[name], name
+    assert shared.plan.generator["workspace"] > alone.plan.generator["workspace"]  # logits of as many more sequences
+
+
 def test_ranks_that_share_a_memory_divide_it_and_hold_exact_sums() -> None:
     (one, model), (several, _) = (
         run(memory={"device": "64GiB"}, cluster={"learners": count}) for count in (1, 3)
