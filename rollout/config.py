@@ -96,6 +96,30 @@ OF_ITS_PATH = ("split", "args")
 OF_HELD_OUT = ("path", "split")
 
 
+class TeacherConfig(Frozen):
+    """A privileged prompt: what a teacher on the policy's base (`learner.algorithm: distill`, or `learner.loss.beta`
+    beside rewards) is given in place of the prompt, such as the answer, an example or a hint, which the policy never
+    sees. With neither prompt nor system it is given the policy's prompt."""
+
+    prompt: str | None = None
+    """As `data.prompt`, such as `"{question} (The answer: {answer})"`; null: `data.prompt`."""
+    system: str | None = None
+    """A system message before it; null: `data.system`."""
+    max_prompt_length: Annotated[int, Field(ge=1)] = 512
+    """Longest of these prompts in tokens; of longer ones `data.overlong` decides. The learner's memory is planned for
+    it."""
+
+    @property
+    def privileged(self) -> bool:
+        """Whether the teacher is given another prompt than the policy."""
+        return self.prompt is not None or self.system is not None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of its prompts; 0 where it is given the policy's."""
+        return self.max_prompt_length if self.privileged else 0
+
+
 class DataConfig(Frozen):
     """Problems: a hub dataset name, a JSON lines, JSON, CSV or Parquet file (also packed: .gz), a folder of
     save_to_disk, a reasoning_gym task `rg:<task>`, or `env:own`."""
@@ -127,6 +151,13 @@ class DataConfig(Frozen):
     shuffle: bool = True
     """Each epoch in another order, by `seed`. `false`: in the order of the source, for a curriculum."""
     eval: EvalConfig = EvalConfig()
+    teacher: TeacherConfig = TeacherConfig()
+
+    @property
+    def of_teacher(self) -> "DataConfig":
+        """These settings with the teacher's prompt in place of the policy's."""
+        given = {name: value for name in ("prompt", "system") if (value := getattr(self.teacher, name)) is not None}
+        return self.model_copy(update=given)
 
     @property
     def by_environment(self) -> bool:

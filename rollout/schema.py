@@ -30,7 +30,7 @@ from rewards.base import counts
 from rewards.pool import Scores
 from rollout.types import Completion
 
-VERSION = "5"
+VERSION = "6"
 
 
 TURN = pa.struct(
@@ -88,6 +88,8 @@ SCHEMA = pa.schema(
         # int16 numbers [P + T - 1, layers, k] as bytes: the experts of each token that the generator computed, -1 where
         # that is not known; null: not recorded
         pa.field("routed_experts", pa.binary()),
+        # the prompt that a teacher is given in place of prompt_ids (data.teacher); null: the same
+        pa.field("teacher_prompt_ids", pa.list_(pa.int32())),
     ],
     metadata={"gleaner.schema": VERSION},
 )
@@ -126,6 +128,7 @@ class Problem:
     position: int  # in the stream, counted over epochs
     epoch: int
     prefilled: str = ""  # the opening tag that the rendered prompt ends in (rewards.base.opening_at_end)
+    teacher_ids: tuple[int, ...] | None = None  # the prompt that a teacher is given (data.teacher); None: the same
 
     def group_id(self, attempt: int) -> str:
         """The group's name, unique in the run: epoch-position-attempt."""
@@ -153,7 +156,7 @@ def check(table: pa.Table) -> pa.Table:
     if found != VERSION:
         raise ValueError(
             f"rollout table: schema version must be {VERSION}, got {found}; rollout.ledger reads "
-            "those of versions 1 to 4, re-record others"
+            "those of versions 1 to 5, re-record others"
         )
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")
@@ -355,6 +358,7 @@ def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) ->
         "attempt": by.attempt,
         "problem": problem.to_json(),
         "prompt_ids": list(problem.prompt_ids),
+        "teacher_prompt_ids": problem.teacher_ids,
         "generate_ms": by.generate_ms,
         "worker": by.worker,
         "seed": -1 if by.seed is None else by.seed,

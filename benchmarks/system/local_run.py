@@ -137,7 +137,7 @@ class FakeTrainer(TrainerService):
         """Of one reward model, which counts tokens."""
         return [[float(len(ids)) for group in groups for ids in group.column("completion_ids").to_pylist()]]
 
-    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+    async def rehearse(self, prompt_length: int, teacher_length: int = 0) -> dict[str, float]:
         return {"memory/learner_peak": 0.0}
 
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:

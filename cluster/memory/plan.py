@@ -176,6 +176,12 @@ class Workload:
     shards: int = 1  # processes of a generator, each with a GPU
     learners: int = 1  # learner ranks on one device
     groups: int | None = None  # groups of an optimizer step; None if not known
+    taught: int = 0  # the longest prompt that a teacher is given in place of the policy's; 0: it is given that one
+
+    @property
+    def read(self) -> int:
+        """Tokens of the longest prompt that the learner reads."""
+        return max(self.prompt, self.taught)
 
     @property
     def whole(self) -> int:
@@ -185,12 +191,12 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of one completion with its prompt in a micro-batch, which leaves out the last token."""
-        return self.whole - 1
+        return self.read + self.completion - 1
 
     @property
     def group(self) -> int:
         """Tokens of a packed group."""
-        return self.prompt + self.generations * (self.completion - 1)
+        return self.read + self.generations * (self.completion - 1)
 
     @property
     def most(self) -> float:

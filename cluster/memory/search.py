@@ -155,7 +155,9 @@ def _plan(
         offload=wish.offload, cuda=wish.cuda, value_rank=wish.value_rank, exact=wish.exact, undo=wish.undo,
         ranks=wish.base_ranks, runs=wish.runs,
     )  # fmt: skip
-    micro = Micro.of(work.prompt, work.completion, work.generations, int(min(budget, work.most)))
+    most = int(min(budget, work.most))
+    # The teacher's own micro-batch, which runs forward alone, counts as one that is trained on: never too few bytes.
+    micros = [Micro.of(prompt, work.completion, work.generations, most) for prompt in {work.prompt, work.read}]
     sent = pushed_bytes(shape, wish.mode, wish.push, wish.targets, DTYPE_BYTES[wish.dtype])
     serving = Serving(
         dtype=wish.dtype, base=base, rank=wish.rank, adapters=0 if sent else work.adapters, pushed=sent,
@@ -163,7 +165,10 @@ def _plan(
         shards=work.shards,
     )  # fmt: skip
     held = cached_sequences(shape, wish.kv_dtype, work.whole, kv_bytes, cuda=wish.cuda)
-    learner = learner_memory.learner_bytes(shape, learning, micro)
+    learner = max(
+        (learner_memory.learner_bytes(shape, learning, micro) for micro in micros),
+        key=lambda parts: sum(parts.values()),
+    )
     if wish.shared:
         learner["weights"] = 0  # they are the generator's, and counted there
     return Plan(

@@ -49,6 +49,14 @@ class Rows:
     owners: npt.NDArray[np.int64] | None = None  # [R] index of the row's trajectory in [K]; None: row i is trajectory i
     # [R] rollout.schema.experts_of: [P + T - 1, layers * k] for each row; None: no row has them
     experts: list[npt.NDArray[np.int16] | None] | None = None
+    # [R] the prompts that a teacher is given (data.teacher), views as `prompts`; None: it is given `prompts`
+    teacher_prompts: list[npt.NDArray[np.int32]] | None = None
+
+    @property
+    def of_teacher(self) -> "Rows":
+        """These completions behind the teacher's prompts, for whose tokens no experts are known."""
+        assert self.teacher_prompts is not None
+        return replace(self, prompts=self.teacher_prompts, experts=None)
 
     def of_rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """[K] a value of each trajectory -> [R] the value of each row's trajectory."""
@@ -76,7 +84,7 @@ class Rows:
     @property
     def highest_id(self) -> int:
         """The highest token id of prompts and completions; 0 if there are no tokens."""
-        return int(np.concatenate([[0], *self.prompts, self.completions]).max())
+        return int(np.concatenate([[0], *self.prompts, *(self.teacher_prompts or []), self.completions]).max())
 
     def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
         """[N] the indices in [M] of the sampled tokens of the chosen completions, completion after completion."""
@@ -127,7 +135,24 @@ def read(groups: Sequence[pa.Table]) -> Rows:
     owners = None if last.all() else np.cumsum(last) - last
     experts = [one for table in tables for one in experts_of(table)]
     known = experts if any(one is not None for one in experts) else None
-    return Rows(rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known)
+    taught = _teacher_prompts(tables)
+    return Rows(
+        rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known, taught
+    )
+
+
+def _teacher_prompts(tables: Sequence[pa.Table]) -> list[npt.NDArray[np.int32]] | None:
+    """[R] the teacher's prompts; None where no row has one."""
+    name = "teacher_prompt_ids"
+    missing = sum(table.column(name).null_count for table in tables)
+    if missing == sum(map(len, tables)):
+        return None
+    prompts = [prompt for table in tables for prompt in ragged(table, name)]
+    if missing or not all(map(len, prompts)):
+        raise ValueError(
+            f"{name}: all rows of a step must have one, or none, and it must not be empty; re-record these"
+        )
+    return prompts
 
 
 def _sampled(tables: Sequence[pa.Table], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:

@@ -11,7 +11,7 @@ from learner.config.arrangement import ARRANGEMENTS, GPUS
 from learner.config.rule import Rule
 from learner.config.settings import EarlyStopConfig, LoraConfig, Settings, ValueConfig
 from rewards.config import TAKEN, adapters_of, functions_of, resolved_names
-from rollout.config import OWN, DataConfig
+from rollout.config import OWN, DataConfig, TeacherConfig
 from rollout.data.model_files import is_hub_name, split
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
 
@@ -92,6 +92,22 @@ DATA = (
         "data.chat_template: none", "does not go with data.chat_template_kwargs: there is nothing that reads them",
         "leave one of them out", ("data.chat_template_kwargs",),
         lambda c: c.data.chat_template == "none" and bool(c.data.chat_template_kwargs),
+    ),
+    Rule(
+        "data.teacher:", "needs learner.loss.beta above 0, the weight of what the teacher says",
+        "set it, for example beta=1 with learner.algorithm=distill, or leave data.teacher out",
+        ("learner.loss.beta",),
+        lambda c: c.data.teacher.privileged and c.learner.loss.beta == 0,
+    ),
+    Rule(
+        "data.teacher:", "does not go with env.use: an environment adds its messages and tools to the policy's prompt "
+        "alone", "leave one of them out", ("env.use",),
+        lambda c: c.data.teacher.privileged and c.env.use is not None,
+    ),
+    Rule(
+        "data.teacher.max_prompt_length:", "is of the prompts that data.teacher.prompt or system make",
+        "set one of these, or leave it out", ("data.teacher.prompt", "data.teacher.system"),
+        lambda c: not c.data.teacher.privileged and c.data.teacher != TeacherConfig(),
     ),
     Rule(
         "rollout.top_p, top_k, min_p, structured_outputs:",
@@ -296,9 +312,11 @@ LEARNER = (
     ),
     Rule(
         "learner.algorithm: distill", "needs a teacher, model.reference, an adapter of the same base (with "
-        "learner.mode=full a model), and learner.loss.beta above 0, its weight", "set both, for example beta=1",
-        ("learner.algorithm", "model.reference", "learner.loss.beta"),
-        lambda c: _distills(c) and c.model.reference is None,  # with one beta is asked for in any case
+        "learner.mode=full a model), or data.teacher, another prompt; and learner.loss.beta above 0, its weight",
+        "set one of these, and for example beta=1",
+        ("learner.algorithm", "model.reference", "data.teacher.prompt", "learner.loss.beta"),
+        # with one of these beta is asked for in any case
+        lambda c: _distills(c) and c.model.reference is None and not c.data.teacher.privileged,
     ),
     Rule(
         "learner.algorithm: distill", "learns from the teacher alone: it does not go with learner.loss.ratio, bounds, "

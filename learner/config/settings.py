@@ -107,8 +107,8 @@ class LearnerConfig(Frozen):
     algorithm: Literal["grpo", "ppo", "distill"] = "grpo"
     """Where advantages come from: `grpo` compares the completions of a group; `ppo` asks a value model, token by token,
     and needs no groups. PPO for rewards of turns or long trajectories, where one number for all tokens says little.
-    `distill`: from a teacher, `model.reference`, token by token, on the policy's own completions; rewards are measured
-    and teach nothing ([losses.md](losses.md))."""
+    `distill`: from a teacher, `model.reference` or the base that reads `data.teacher`, token by token, on the policy's
+    own completions; rewards are measured and teach nothing ([losses.md](losses.md))."""
     value: ValueConfig = ValueConfig()
     mode: Literal["lora", "full"] = "lora"
     """`lora` trains an adapter, `full` every weight of the model, at several times the memory."""

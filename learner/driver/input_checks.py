@@ -424,7 +424,8 @@ def load_chat(config: RunConfig) -> Chat:
     data = config.data
     _check_name(config.model.path)
     chat = Chat.load(config.model.source, data.chat_template_kwargs, config.rollout.stop, template=data.chat_template)
-    chat.try_template(TEMPLATE_S, ["system", "user"] if config.data.system is not None else ["user"])
+    system = (config.data.system, config.data.teacher.system) != (None, None)
+    chat.try_template(TEMPLATE_S, ["system", "user"] if system else ["user"])
     chat.stops(config.rollout.stop)
     _check_context(config, chat.context)
     check_architecture(chat.config, config.model.path, lora=config.learner.mode == "lora")
@@ -438,7 +439,7 @@ def load_chat(config: RunConfig) -> Chat:
             f"rollout.routing_replay: needs a model with routed experts, and {config.model.path} (model_type "
             f"{chat.config.get('model_type')}) has none; leave it out"
         )
-    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    longest = _longest_prompt(config)[0] + config.rollout.max_completion_length
     check_length(chat.config, config.model.path, longest)
     return chat
 
@@ -468,11 +469,18 @@ def _check_name(path: str) -> None:
         )
 
 
+def _longest_prompt(config: RunConfig) -> tuple[int, str]:
+    """Returns (tokens of the longest prompt of policy and teacher, the setting's name)."""
+    own, taught = config.rollout.max_prompt_length, config.data.teacher.longest
+    return (taught, "data.teacher.max_prompt_length") if taught > own else (own, "max_prompt_length")
+
+
 def _check_context(config: RunConfig, context: int | None) -> None:
-    need = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    prompt, name = _longest_prompt(config)
+    need = prompt + config.rollout.max_completion_length
     if context is not None and need > context:
         raise WrongInput(
-            f"rollout: max_prompt_length + max_completion_length must be at most the model's context of {context} "
+            f"rollout: {name} + max_completion_length must be at most the model's context of {context} "
             f"tokens, got {need}"
         )
 

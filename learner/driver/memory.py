@@ -203,6 +203,7 @@ def workload(config: RunConfig, sequences: int) -> Workload:
         shards=config.cluster.shards,
         learners=config.cluster.learners if config.cluster.gpus.learner == 0 else 1,  # a card holds one
         groups=config.learner.groups_per_step,
+        taught=config.data.teacher.longest,
     )
 
 
@@ -258,11 +259,13 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
 
 def pace_of(config: RunConfig) -> Pace:
     """What the seconds of a step of the run depend on beside its plan, with completions of full length."""
-    learner = config.learner
+    learner, rollout, taught = config.learner, config.rollout, config.data.teacher.longest
+    completions = rollout.num_generations * rollout.max_completion_length
+    longer = ((taught or rollout.max_prompt_length) + completions) / (rollout.max_prompt_length + completions)
     return Pace(
-        learner.groups_per_step, config.rollout.max_completion_length, config.rollout.workers, config.cluster.learners,
+        learner.groups_per_step, rollout.max_completion_length, rollout.workers, config.cluster.learners,
         together=config.max_staleness > 0, updates=learner.updates_per_batch,
-        further=(learner.loss.beta > 0) + 2.0 * (learner.algorithm == "ppo"),
+        further=longer * (learner.loss.beta > 0) + 2.0 * (learner.algorithm == "ppo"),
     )  # fmt: skip
 
 

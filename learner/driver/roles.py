@@ -121,8 +121,8 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     met = await joined(learner, config.cluster.deadlines, sharded=sharded)
     trainer = WatchedLearner(met, config.cluster.deadlines.heartbeat)
     if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
-        longest = config.rollout.max_prompt_length
-        fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
+        longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
+        fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     stays = await weights_stay(config, session, trainer, workers, note)
     return Processes(list(workers), rewards, trainer, stays)

@@ -213,9 +213,9 @@ class ShardedRank(RankTrainer):
         with _or_lost():
             return await super().score(groups)
 
-    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+    async def rehearse(self, prompt_length: int, teacher_length: int = 0) -> dict[str, float]:
         with _or_lost():
-            return await super().rehearse(prompt_length)
+            return await super().rehearse(prompt_length, teacher_length)
 
     async def probe(self, token_ids: list[int]) -> Answer:
         with _or_lost():

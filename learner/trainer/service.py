@@ -78,12 +78,15 @@ class TrainerService(Protocol):
             ValueError, OutOfMemory: see `step`.
         """
 
-    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+    async def rehearse(self, prompt_length: int, teacher_length: int = 0) -> dict[str, float]:
         """Computes once the largest micro-batch that a step can have, and keeps nothing of it.
 
         The micro-batch is as large as the token budget allows, of prompts of `prompt_length` tokens with completions of
         the greatest length. It runs forward and backward, with memory allocated for the optimizer's states. So a run
         that does not fit fails before its first step, not at its longest completion.
+
+        teacher_length: tokens of a teacher's prompts (data.teacher), whose largest micro-batch runs forward, too; 0:
+            there are none.
 
         Returns:
             memory/learner_peak in bytes, memory/oom_retries and memory/token_budget.

@@ -183,6 +183,7 @@ class Passes:
         version: int,
         proximal: Tensor | None = None,
         learned: Tensor | None = None,
+        taught: Tensor | None = None,
     ) -> list[dict[str, Tensor]]:
         """Adds up the gradients of the micro-batches, and returns for each what its metrics are computed from.
 
@@ -190,10 +191,15 @@ class Passes:
             version: the policy version that the batch began with.
             proximal: [M] logprobs under that version, from `score`; None: the policy is still of that version.
             learned: [M] whether the token is in the objective (learner.loss.top_entropy); None: all tokens are.
+            taught: [M] the reference's logprobs, from `teach`; None: they are computed here, of the same prompts.
         """
         self._policy.clear_gradients()
         self.sums.clear()
-        references = self._references(batches) if self._loss.beta > 0 else [None] * len(batches)
+        references: Sequence[Tensor | None] = [None] * len(batches)
+        if taught is not None:
+            references = [taught[batch.places].to(self._device) for batch in batches]
+        elif self._loss.beta > 0:
+            references = self._references(batches)
         parts = []
         for batch, reference in zip(batches, references, strict=True):
             moved = batch.to(self._device)
@@ -219,6 +225,10 @@ class Passes:
     def score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
         """Returns the policy's logprobs of the tokens of each micro-batch, without a gradient."""
         return [(batch.places, self._of_tokens(batch, self._policy.token_logprobs).cpu()) for batch in batches]
+
+    def teach(self, batches: Sequence[MicroBatch]) -> list[Scored]:
+        """Returns the reference's logprobs of the tokens of each micro-batch, whose prompts may be the teacher's."""
+        return [(one.places, found.cpu()) for one, found in zip(batches, self._references(batches), strict=True)]
 
     def entropies(self, batches: Sequence[MicroBatch]) -> list[Scored]:
         """Returns the entropy of the policy's distribution of each token of each micro-batch, without a gradient."""
@@ -441,6 +451,7 @@ class OptimizerSteps:
         policy_learns = known is None or version >= self._config.value.warmup
         proximal = self._proximal(rows, targets) if policy_learns else None
         uncertain = self._uncertain(rows, targets) if policy_learns else None
+        taught = self._taught(rows, targets) if policy_learns else None
         learned = Learned([], [], {} if known is None else known.metrics())
         if uncertain is not None:
             learned.assessment["policy/top_entropy"] = uncertain.least
@@ -450,7 +461,7 @@ class OptimizerSteps:
             if policy_learns:
                 learn = partial(
                     self._passes.learn, version=version, proximal=proximal if number > 0 else None,
-                    learned=None if uncertain is None else uncertain.tokens,
+                    learned=None if uncertain is None else uncertain.tokens, taught=taught,
                 )  # fmt: skip
                 learned.policy.extend(self._update(self._budget.run(plan, learn), rate))
             if self.value is not None and known is not None:
@@ -465,6 +476,16 @@ class OptimizerSteps:
             return None
         later = self._plan(rows, targets, targets.update > 0)
         return placed(self._budget.run(later, self._passes.score), len(rows.completions))
+
+    def _taught(self, rows: Rows, targets: Targets) -> Tensor | None:
+        """Returns [M] the reference's logprobs of the completions behind the teacher's prompts (data.teacher); None if
+        it is given the policy's, whose micro-batches it then shares.
+
+        Its own micro-batches, as many tokens each, run forward alone and before the policy's."""
+        if self._config.loss.beta == 0 or rows.teacher_prompts is None:
+            return None
+        plan = self._plan(rows.of_teacher, targets, targets.trained)
+        return placed(self._budget.run(plan, self._passes.teach), len(rows.completions))
 
     def _uncertain(self, rows: Rows, targets: Targets) -> Uncertain | None:
         """Returns the tokens that learner.loss.top_entropy chooses among the completions with an advantage, by the
@@ -508,25 +529,32 @@ class OptimizerSteps:
         scores = {row: score for own, given in found for row, score in zip(own, given, strict=True)}
         return [scores[row] for row in range(len(rows.lengths))]
 
-    def rehearse(self, prompt_length: int, version: int) -> None:
+    def rehearse(self, prompt_length: int, version: int, teacher_length: int = 0) -> None:
         """Runs forward and backward over the largest micro-batch on every rank, with memory allocated for the
-        optimizer's states, and drops the gradients."""
-        length = self._max_completion_length
-        budget, packed = self._budget, self._policy.packed
-        # There must be enough completions to fill a micro-batch, whether they share their prompt or not.
-        rows = longest_rows(prompt_length, length, count=budget.tokens // max(length - 1, 1) + 1)
-        same, each = np.ones(len(rows.lengths)), np.ones(len(rows.completions))
-
-        def plan(tokens: int) -> list[MicroBatch]:
-            return micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1] * budget.peers.count
-
+        optimizer's states, and drops the gradients. Then it runs forward alone over the largest micro-batch of a
+        teacher's prompts of `teacher_length` tokens (data.teacher), if there are any."""
+        budget = self._budget
+        plan, tokens = self._largest(prompt_length)
         missing = sum(updater.missing_state_bytes() for updater in self.updaters)
         states = torch.empty(missing, dtype=torch.uint8, device=self._policy.head.device)
         budget.run(plan, partial(self._passes.learn, version=version))
         if self.value is not None:
-            self.value.rehearse(plan, len(rows.completions))
+            self.value.rehearse(plan, tokens)
+        if teacher_length:
+            budget.run(self._largest(teacher_length)[0], self._passes.teach)
         del states
         self._policy.clear_gradients()
+
+    def _largest(self, prompt_length: int) -> tuple[Plan, int]:
+        """Returns (token budget -> the largest micro-batch of such prompts, for every rank, the tokens of completions
+        that it is made of)."""
+        length, peers, packed = self._max_completion_length, self._budget.peers, self._policy.packed
+        # There must be enough completions to fill a micro-batch, whether they share their prompt or not.
+        rows = longest_rows(prompt_length, length, count=self._budget.tokens // max(length - 1, 1) + 1)
+        same, each = np.ones(len(rows.lengths)), np.ones(len(rows.completions))
+        return (lambda tokens: micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1] * peers.count), len(
+            rows.completions
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizers' states as tensors and plain values, which torch.load(weights_only=True) reads."""

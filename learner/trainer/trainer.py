@@ -393,8 +393,8 @@ class Trainer(TrainerService):
     async def score(self, groups: list[pa.Table]) -> list[list[float]]:
         return await self._thread.compute(lambda: self._score(groups))
 
-    async def rehearse(self, prompt_length: int) -> dict[str, float]:
-        return await self._thread.compute(lambda: self._rehearse(prompt_length))
+    async def rehearse(self, prompt_length: int, teacher_length: int = 0) -> dict[str, float]:
+        return await self._thread.compute(lambda: self._rehearse(prompt_length, teacher_length))
 
     async def outgoing(self, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
         return await self._thread.run(lambda: self._sender.outgoing(self._version, stays=stays))
@@ -457,9 +457,9 @@ class Trainer(TrainerService):
         check_ids(self._policy.head, rows.highest_id)
         return [self._updates.sequence_scores(rows, role) for role in self._policy.reward_models]
 
-    def _rehearse(self, prompt_length: int) -> dict[str, float]:
+    def _rehearse(self, prompt_length: int, teacher_length: int) -> dict[str, float]:
         self._memory.start_step()
-        self._updates.rehearse(prompt_length, self._version)
+        self._updates.rehearse(prompt_length, self._version, teacher_length)
         self._memory.check()
         return _memory_metrics(self._memory, self._budget, 0)
 

@@ -8,12 +8,15 @@ makes it together with the held-out problems, and Cursor knows which positions a
 import heapq
 import logging
 import random
+import re
 import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -189,9 +192,13 @@ class Stock:
         prompt, ids = self._rendered(index, messages_of(row, self._config, f"{self.name}-{index}"))
         return Item(f"{self.name}-{index}", prompt, ids, row)
 
+    def rows(self, places: Places) -> Places:
+        """The indices of the rows at these places."""
+        return np.asarray(self._places, np.int64)[places]
+
     def columns(self, places: Places) -> Iterator[Row]:
         """The columns of the rows at these places, which must ascend."""
-        wanted = iter(np.asarray(self._places)[places].tolist())
+        wanted = iter(self.rows(places).tolist())
         following = next(wanted, -1)
         for index, row in enumerate(self._rows):
             if index == following:
@@ -379,13 +386,55 @@ def check_fitting(sizes: Places, refused: Iterable[str], overlong: str, longest:
 __all__ = ["Problems", "Renderer", "load"]
 
 
+class TeacherPrompts:
+    """The prompts that a teacher is given (data.teacher) in place of those of a stock's rows.
+
+    Attributes:
+        stock: the same rows, with these prompts.
+    """
+
+    def __init__(self, rows: Sequence[Row], config: DataConfig, chat: Renderer, name: str, deadline_s: float) -> None:
+        self._longest = config.teacher.max_prompt_length
+        with _of_teacher():
+            self.stock = Stock(rows, config.of_teacher, chat, f"teacher-{name}", deadline_s, files.DATA)
+            fitting = self.stock.fitting(np.arange(len(self.stock)), self._longest)
+        self._rows, self._fitting = self.stock.rows(np.arange(len(self.stock))), self.stock.rows(fitting)
+
+    def having(self, stock: Stock, places: Places) -> Places:
+        """Those of the places in `stock` whose rows have such a prompt, which fits. Raises WrongInput if none has."""
+        found = places[np.isin(stock.rows(places), self._fitting)]
+        if not len(found):
+            raise WrongInput("data.teacher: some row must have a prompt for the policy and one for the teacher")
+        return found
+
+    def ids(self, row: int) -> tuple[int, ...]:
+        """The token ids [P] of a row's prompt. Raises WrongInput if it is too long after all, as Problems.at."""
+        with _of_teacher():
+            item = self.stock.item(int(np.searchsorted(self._rows, row)))
+            _check_length(item, self._longest)
+        return item.prompt_ids
+
+
+@contextmanager
+def _of_teacher() -> Iterator[None]:
+    """Errors about prompts name the settings of the teacher's prompt in place of those of the policy's."""
+    try:
+        yield
+    except WrongInput as error:
+        said = re.sub(r"\bdata\.(prompt|system)\b", r"data.teacher.\1", str(error))
+        raise WrongInput(said.replace("rollout.max_prompt_length", "data.teacher.max_prompt_length")) from error
+
+
 class Problems:
     """The training problems, epoch after epoch without end, each epoch in a seeded order of its own."""
 
-    def __init__(self, stock: Stock, places: Places, longest: int, seed: int | None) -> None:
+    def __init__(
+        self, stock: Stock, places: Places, longest: int, seed: int | None, teacher: TeacherPrompts | None = None
+    ) -> None:
         """places: ascending places in the stock. longest: most tokens that their prompts have. seed: determines the
-        order; None: each epoch has the order of the stock."""
+        order; None: each epoch has the order of the stock. teacher: the teacher's prompts; None: it is given these."""
         self._stock, self._places, self._longest, self._seed = stock, places, longest, seed
+        self._teacher = teacher
 
     def __len__(self) -> int:
         """How many problems one epoch has."""
@@ -399,11 +448,12 @@ class Problems:
         """The problems whose prompts fit into `longest` tokens when an environment's tools add `tools` tokens; see
         data.overlong. Raises WrongInput."""
         places = self._stock.fitting(self._places, longest, tools, config.overlong)
-        return Problems(self._stock, places, longest - tools, self._seed)
+        return Problems(self._stock, places, longest - tools, self._seed, self._teacher)
 
     def prompts(self) -> Iterator[Prompt]:
-        """One prompt, as the model is given it, for each Kind that occurs."""
-        return iter(self._stock.kinds.values())
+        """One prompt, as the model is given it, for each Kind that occurs, also of a teacher's prompts."""
+        others = {} if self._teacher is None else self._teacher.stock.kinds
+        return chain(self._stock.kinds.values(), others.values())
 
     def at(self, position: int) -> Problem:
         """The problem at this position, counted over epochs from 0.
@@ -414,13 +464,20 @@ class Problems:
         epoch, place = divmod(position, len(self._places))
         index = place if self._seed is None else int(_order(self._seed, epoch, len(self._places))[place])
         item = self._stock.item(int(self._places[index]))
-        if len(item.prompt_ids) > self._longest:
-            raise WrongInput(
-                f"rollout.max_prompt_length: every prompt must fit into {self._longest} tokens, and {item.id} has "
-                f"{len(item.prompt_ids)}, more than its words have; set it to {len(item.prompt_ids)}, or take that row "
-                "out"
-            )
-        return item.at(position, epoch)
+        _check_length(item, self._longest)
+        problem = item.at(position, epoch)
+        if self._teacher is None:
+            return problem
+        row = int(self._stock.rows(self._places[index]))
+        return replace(problem, teacher_ids=self._teacher.ids(row))
+
+
+def _check_length(item: Item, longest: int) -> None:
+    if len(item.prompt_ids) > longest:
+        raise WrongInput(
+            f"rollout.max_prompt_length: every prompt must fit into {longest} tokens, and {item.id} has "
+            f"{len(item.prompt_ids)}, more than its words have; set it to {len(item.prompt_ids)}, or take that row out"
+        )
 
 
 @lru_cache(maxsize=4)  # two orders are in use around the end of an epoch
@@ -440,13 +497,17 @@ def load(
     """
     wanted, order = config.eval.every > 0, seed if config.shuffle else None
     generated = sources.is_made(config.path)
-    stock = _stock(config, chat, seed, deadline_s)
-    places = stock.fitting(np.arange(len(stock)), max_prompt_length)
+    read = _rows(config, seed, deadline_s)
+    stock = _stock(read, config, chat, deadline_s)
+    places, teacher = stock.fitting(np.arange(len(stock)), max_prompt_length), None
+    if config.teacher.privileged:
+        teacher = TeacherPrompts(read, config, chat, stock.name, deadline_s)
+        places = teacher.having(stock, places)
     if not wanted:
-        return Problems(stock, places, max_prompt_length, order), []
+        return Problems(stock, places, max_prompt_length, order, teacher), []
     if config.eval.path is None and config.eval.split is None and not generated:
         places, held_out = _hold_out(stock, places, config, seed)
-        return Problems(stock, places, max_prompt_length, order), _problems(stock, held_out)
+        return Problems(stock, places, max_prompt_length, order, teacher), _problems(stock, held_out)
     path = config.path if config.eval.path is None else config.eval.path
     args = config.args if path == config.path else {}  # data.args are settings of data.path only
     # A task may generate a problem twice, or one of the training; with four times as many, enough are left.
@@ -467,19 +528,22 @@ def load(
             f"data.eval: {path} must have questions that training lacks, and all {len(candidates)} generated ones "
             "occur in training; lower data.size, or widen the task in data.args"
         )
-    return Problems(stock, places, max_prompt_length, order), _problems(candidates, kept)
+    return Problems(stock, places, max_prompt_length, order, teacher), _problems(candidates, kept)
 
 
 def load_whole(
     config: DataConfig, chat: Renderer, max_prompt_length: int, seed: int, deadline_s: float = sources.DEADLINE_S
 ) -> list[Problem]:
     """All problems of `path` for an evaluation, in the order of the source; arguments and errors are those of load."""
-    stock = _stock(config, chat, seed, deadline_s)
+    stock = _stock(_rows(config, seed, deadline_s), config, chat, deadline_s)
     return _problems(stock, stock.fitting(np.arange(len(stock)), max_prompt_length))
 
 
-def _stock(config: DataConfig, chat: Renderer, seed: int, deadline_s: float) -> Stock:
-    rows = sources.read(config.path, config.split, config.args, config.size, seed, deadline_s=deadline_s)
+def _rows(config: DataConfig, seed: int, deadline_s: float) -> Sequence[Row]:
+    return sources.read(config.path, config.split, config.args, config.size, seed, deadline_s=deadline_s)
+
+
+def _stock(rows: Sequence[Row], config: DataConfig, chat: Renderer, deadline_s: float) -> Stock:
     return Stock(rows, config, chat, sources.label(config.path, config.split), deadline_s, files.DATA)
 
 

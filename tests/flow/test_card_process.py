@@ -27,7 +27,7 @@ class Told:
 
         return os.environ.get("PYTORCH_ALLOC_CONF"), torch._C._accelerator_getAllocatorSettings()
 
-    async def rehearse(self, prompt_length: int) -> dict[str, float]:
+    async def rehearse(self, prompt_length: int, teacher_length: int = 0) -> dict[str, float]:
         return {"memory/learner_peak": 0.0}
 
     async def pulse(self) -> float:

@@ -57,6 +57,7 @@ def make_group(
             "reward_error": [None] * n,
             "logged": [[]] * n,
             "routed_experts": [None] * n,
+            "teacher_prompt_ids": [None] * n,
             "reward_ms": zeros,
             "generate_ms": zeros,
             "worker": [0] * n,
