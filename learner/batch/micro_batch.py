@@ -149,9 +149,7 @@ def _teacher_prompts(tables: Sequence[pa.Table]) -> list[npt.NDArray[np.int32]] 
         return None
     prompts = [prompt for table in tables for prompt in ragged(table, name)]
     if missing or not all(map(len, prompts)):
-        raise ValueError(
-            f"{name}: all rows of a step must have one, or none, and it must not be empty; re-record these"
-        )
+        raise ValueError(f"{name}: all rows of a step must have one that is not empty, or none may; re-record these")
     return prompts
 
 

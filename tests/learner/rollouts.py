@@ -93,6 +93,12 @@ def uniform(prompt: list[int], completion: list[int]) -> list[float]:
     return [-float(np.log(260))] * len(completion)
 
 
+def taught(group: pa.Table, prompt: list[int] | None) -> pa.Table:
+    """The group with the prompt that its teacher is given; None: with none."""
+    place, field = SCHEMA.get_field_index("teacher_prompt_ids"), SCHEMA.field("teacher_prompt_ids")
+    return group.set_column(place, field, pa.array([prompt] * len(group), field.type))
+
+
 def observed(group: pa.Table, changed: float = 0.0) -> pa.Table:
     """The group with every third token of a completion as an observation, but for the first and the last; `changed`:
     what is recorded as its logprob."""

@@ -119,7 +119,7 @@ def test_a_column_that_json_has_no_word_for_is_kept_as_text() -> None:
 
 def test_another_version_is_refused() -> None:
     for metadata, found in (({"gleaner.schema": "1"}, "1"), (None, "none")):
-        with pytest.raises(ValueError, match=f"must be 5, got {found}"):
+        with pytest.raises(ValueError, match=f"must be 6, got {found}"):
             check(make_group().replace_schema_metadata(metadata))
 
 

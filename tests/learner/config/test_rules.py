@@ -17,6 +17,7 @@ ONE_BASE, DIVIDED = "memory.layout=shared", "memory.layout=sharded"
 EXPERTS = "learner.lora.targets=[q_proj,experts]"
 PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.kind=adamw_rounded"
 PPO, DISTILL = "learner.algorithm=ppo", "learner.algorithm=distill"
+HINTED = "data.teacher.system=Think."
 TAUGHT = [DISTILL, "model.reference=x", "learner.loss.beta=1"]
 SEVERAL = ("cluster.learners=2",)
 SPREAD = "cluster.tensor_parallel=2"
@@ -125,6 +126,9 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["learner.loss.ratio=gspo"], "learner.loss.bounds: epsilon must be given.*model.dtype=bfloat16"),
     ([PPO, "learner.loss.advantage=group"], "learner.value, learner.loss.advantage: are one of .*advantage=group"),
     ([DISTILL, "learner.loss.beta=1"], "learner.algorithm: distill needs a teacher, .*model.reference=null, .*beta=1"),
+    ([HINTED], "data.teacher: needs learner.loss.beta above 0, .*got learner.loss.beta=0"),
+    ([HINTED, "learner.loss.beta=1", "env.use=a.py:A"], "data.teacher: does not go with env.use: .*got env.use=a.py:A"),
+    (["data.teacher.max_prompt_length=99"], "data.teacher.max_prompt_length: is of the prompts that .*set one of"),
     ([DISTILL, "model.reference=x"], "model.reference, reference_dtype: need learner.loss.beta"),
     *(
         ([*TAUGHT, wrong], "learner.algorithm: distill learns from the teacher alone: it does not go with ")

@@ -19,12 +19,13 @@ from tests.learner.rank_processes import (
     steps,
     with_room_for,
 )
-from tests.learner.rollouts import make_groups, uniform
+from tests.learner.rollouts import make_groups, taught, uniform
 from tests.learner.trainers import make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT: dict[str, Any] = {"reduce": "exact", "learning_rate": 1e-2, "token_budget": 300}
+TAUGHT = {"algorithm": "distill", "loss": LossConfig(beta=1)}
 SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
 
 
@@ -41,8 +42,9 @@ def ragged() -> list[pa.Table]:
         pytest.param(SEVERAL, True, (3, 4), marks=pytest.mark.long),
         (SEVERAL, False, (2,)),
         pytest.param({"algorithm": "ppo", "dtype": "bfloat16"}, True, (2,), marks=pytest.mark.long),
+        (TAUGHT, True, (2,)),
     ],
-    ids=["packed", "padded", "PPO"],
+    ids=["packed", "padded", "PPO", "a teacher with prompts of its own"],
 )
 async def test_the_number_of_ranks_changes_no_bit(
     tiny_path: str,
@@ -52,6 +54,8 @@ async def test_the_number_of_ranks_changes_no_bit(
     packed: bool,
     counts: tuple[int, ...],
 ) -> None:
+    if settings is TAUGHT:
+        ragged = [taught(group, list(range(place, 70))) for place, group in enumerate(ragged)]
     alone = await steps(make_trainer(tiny_path, adapter=adapter_path, **EXACT, **settings), ragged, 2, packed)
     assert len({digest for digest, _ in alone}) == 2  # something was learned in every step
     assert alone[0][1]["loss/trained_tokens"] > 0

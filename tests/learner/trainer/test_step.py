@@ -23,7 +23,7 @@ from learner.trainer.trainer import Trainer
 from rollout.schema import SCHEMA, masks_of, ragged
 from tests.learner import naive, trainers
 from tests.learner.adapters import written_adapter
-from tests.learner.rollouts import make_group, make_groups, observed, uniform
+from tests.learner.rollouts import make_group, make_groups, observed, taught, uniform
 from tests.learner.trainers import (
     MAX_LENGTH,
     TEMPERATURE,
@@ -90,6 +90,68 @@ async def test_a_teacher_alone_gives_the_textbooks_gradient(
     assert metrics["loss/grad_norm"] == pytest.approx(float(torch.cat([g.flatten() for g in found.values()]).norm()))
     assert "reward/zero_variance_groups" not in metrics
     assert metrics["policy/kl"] > 0.01
+
+
+@pytest.mark.parametrize("budget", [40, 1000])
+@pytest.mark.parametrize("algorithm", ["distill", "grpo"])
+async def test_a_teacher_that_reads_more_gives_the_textbooks_gradient(
+    tiny_path: str, adapter_path: str, groups: list[pa.Table], algorithm: str, budget: int
+) -> None:
+    """data.teacher: what the policy began as is the teacher, behind a prompt of its own for each group, longer or
+    shorter than the policy's. The textbook computes in float64, one completion at a time."""
+    groups = [observed(groups[0]), *groups[1:]]
+    others = [list(range(40, 70)), [7], ragged(groups[2], "prompt_ids")[0].tolist()]
+    loss = LossConfig(beta=1, ratio="truncated") if algorithm == "grpo" else LossConfig(beta=1)
+    settings: dict[str, Any] = {
+        "adapter": adapter_path, "algorithm": algorithm, "loss": loss, "token_budget": budget,
+    }  # fmt: skip
+    shown = [taught(group, other) for group, other in zip(groups, others, strict=True)]
+    advantages = [[0.0] * 4] * 3 if algorithm == "distill" else advantages_by_hand("batch")
+    wanted, plain = (
+        naive_teaching(naive.load(tiny_path, adapter_path).double(), groups, given, advantages)
+        for given in (others, [None] * 3)
+    )
+    found = await gradient(make_trainer(tiny_path, **settings), shown)
+    assert distance(found, wanted) < 4e-6  # the learner computes in float32
+    assert distance(plain, wanted) > 0.1  # so the test can tell
+    metrics = await make_trainer(tiny_path, **settings).step(groups)
+    assert metrics["policy/kl"] < 1e-6  # behind the same prompt it is what it was
+
+
+def naive_teaching(
+    model: Any, groups: list[pa.Table], prompts: list[Any], advantages: list[list[float]]
+) -> dict[str, Tensor]:
+    """The gradient by these advantages and, with weight 1, a teacher that is the model itself. prompts: what it reads
+    of each group; None: what the policy reads."""
+    names = ("prompt_ids", "completion_ids", "behavior_logprobs")
+    total, loss = 0, torch.zeros((), dtype=torch.float64)
+    for group, other, own in zip(groups, prompts, advantages, strict=True):
+        rows = zip(*(ragged(group, name) for name in names), masks_of(group), own, strict=True)
+        for prompt, completion, behavior, mask, advantage in rows:
+            if math.isnan(advantage):
+                continue
+            lp = naive.logprobs(model, prompt.tolist(), completion.tolist(), TEMPERATURE)
+            read = prompt.tolist() if other is None else other
+            with torch.no_grad():
+                teacher = naive.logprobs(model, read, completion.tolist(), TEMPERATURE)
+            ratio = (lp.detach() - torch.tensor(behavior)).exp().clamp(max=2)
+            token = ratio * ((lp.detach() - teacher) - advantage) * lp
+            loss = loss + token[torch.tensor(mask)].sum()
+            total += int(mask.sum())
+    (loss / total).backward()
+    return {n.replace(".default.", "."): w.grad for n, w in model.named_parameters() if w.requires_grad}
+
+
+async def test_a_step_of_which_some_rows_lack_the_teachers_prompt_is_refused(
+    tiny_path: str, groups: list[pa.Table]
+) -> None:
+    trainer = make_trainer(tiny_path, algorithm="distill", loss=LossConfig(beta=1))
+    with pytest.raises(ValueError, match="teacher_prompt_ids: all rows of a step must have one"):
+        await trainer.step([taught(groups[0], [1, 2]), *groups[1:]])
+    with pytest.raises(ValueError, match="teacher_prompt_ids: .* not empty"):
+        await trainer.step([taught(group, []) for group in groups])
+    with pytest.raises(ValueError, match="vocab"):
+        await trainer.step([taught(group, [10**6]) for group in groups])
 
 
 @pytest.mark.parametrize("budget", [40, 1000])

@@ -18,7 +18,7 @@ from cluster.errors import WrongInput
 from examples.random_model import EOS_IDS, VOCAB_SIZE, make_tokenizer
 from learner.config import RunConfig
 from learner.driver.identity import fingerprints_of
-from rollout.config import DataConfig, EvalConfig
+from rollout.config import DataConfig, EvalConfig, TeacherConfig
 from rollout.data import files
 from rollout.data import problems as stock
 from rollout.data.chat import Chat, Messages, Prompt
@@ -91,6 +91,69 @@ def test_a_column_of_chat_messages(tmp_path: Path, chat: Chat) -> None:
     own = data.model_copy(update={"path": jsonl(tmp_path, [{"chat": [system, *turns]}], "own.jsonl")})
     with pytest.raises(WrongInput, match=r"data\.system: must be null .* and own-0 does"):
         load(own, chat, 256, seed=0)
+
+
+HINT = "{question} (The answer: {answer})"
+
+
+def test_a_teachers_prompt_is_of_the_same_row(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """data.teacher, in any order of the problems, where rows are left out, and beyond the prompts that are tokenised
+    at once. The policy's own prompts, and those that are held out, are as without it."""
+    monkeypatch.setattr(stock, "FIRST", 8)
+    rows = [*ROWS, {"question": "", "answer": "1"}, {"question": "Why?", "answer": None}, ROWS[0] | {"question": "Ah?"}]
+    data = DataConfig(path=jsonl(tmp_path, rows), system="Be brief.", eval=EvalConfig(size=4))
+    hinted = data.model_copy(update={"teacher": TeacherConfig(prompt=HINT)})
+    plain, held_out = load(data, chat, 256, seed=3)
+    problems, same = load(hinted, chat, 256, seed=3)
+    assert [one.prompt_ids for one in same] == [one.prompt_ids for one in held_out]
+    assert {one.teacher_ids for one in same} == {None}
+    assert {plain.at(i).teacher_ids for i in range(len(plain))} == {None}
+    left = {plain.at(i).id for i in range(len(plain))} - {problems.at(i).id for i in range(len(problems))}
+    assert left <= {"train-41"}  # the row without an answer, unless it is held out
+    for problem in map(problems.at, range(len(problems))):
+        row = rows[int(problem.id.removeprefix("train-"))]
+        asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": HINT.format(**row)}]
+        assert problem.teacher_ids == chat.render(asked)[1]
+        assert problem.messages[1]["content"] == row["question"]
+    kinds = list(problems.prompts())
+    assert len(kinds) == 2
+    assert all(len(kind) == 2 for kind in kinds)
+
+
+def test_a_teachers_system_message_takes_the_place_of_the_policys(tmp_path: Path, chat: Chat) -> None:
+    data = DataConfig(path=jsonl(tmp_path, ROWS[:2]), system="A", teacher=TeacherConfig(system="B"), eval=NO_EVAL)
+    problem = load(data, chat, 256, seed=0)[0].at(0)
+    told = [[{"role": "system", "content": word}, *problem.messages[1:]] for word in "AB"]
+    assert [problem.prompt_ids, problem.teacher_ids] == [chat.render(one)[1] for one in told]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        ({"prompt": "{answr}"}, r"data\.teacher\.prompt: .*no column 'answr'.*did you mean 'answer'"),
+        ({"prompt": "talk", "system": "B"}, r"data\.teacher\.system: must be null where .* teacher-train-0 does"),
+        ({"prompt": "nothing"}, r"data\.teacher\.prompt: 'nothing' must give a text .*teacher-train-0 gives None"),
+        ({"prompt": HINT, "max_prompt_length": 9}, r"data\.teacher\.max_prompt_length: every prompt must fit into 9 "),
+    ],
+)
+def test_what_is_wrong_with_a_teachers_prompt_is_said_of_its_settings(
+    tmp_path: Path, chat: Chat, teacher: dict[str, Any], said: str
+) -> None:
+    talk = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
+    path = jsonl(tmp_path, [row | {"talk": talk, "nothing": None} for row in ROWS])
+    data = DataConfig(path=path, teacher=TeacherConfig(**teacher), eval=NO_EVAL)
+    with pytest.raises(WrongInput, match=said) as error:
+        load(data, chat, 256, seed=0)
+    assert "rollout.max_prompt_length" not in str(error.value)
+
+
+def test_problems_whose_teachers_prompt_is_too_long_can_be_left_out(tmp_path: Path, chat: Chat) -> None:
+    rows = [*ROWS, ROWS[0] | {"question": "What?", "answer": "long " * 99}]
+    teacher = TeacherConfig(prompt=HINT, max_prompt_length=100)
+    data = DataConfig(path=jsonl(tmp_path, rows), teacher=teacher, overlong="drop", eval=NO_EVAL)
+    problems, _ = load(data, chat, 256, seed=0)
+    assert "train-40" not in stream(problems, len(problems))
+    assert len(problems) == 40
 
 
 def test_without_a_chat_template_the_prompt_is_text(tmp_path: Path) -> None:
