@@ -72,6 +72,21 @@ def test_what_is_fixed_stays_and_advice_names_keys() -> None:
     assert "a second card" in str(misfit)
 
 
+def test_a_teachers_longer_prompt_takes_memory_of_the_learner_alone() -> None:
+    """Its micro-batches hold at least one completion, and their bytes are planned; the generator never reads it."""
+    shape, wish = SHAPES["Llama-3.2-3B"], Wish(base="none", checkpointing="full", layouts=SLICES)
+    taught = replace(PUBLISHED, taught=4096)
+    small, other = (least(shape, 40 * GIB, work, wish) for work in (PUBLISHED, taught))
+    assert (small.token_budget, other.token_budget) == (PUBLISHED.whole - 1, 4096 + 786 - 1)
+    assert other.learner_bytes > small.learner_bytes
+    assert other.generator_bytes == small.generator_bytes
+    fixed = replace(wish, token_budget=8192)
+    plans = [least(shape, 40 * GIB, replace(PUBLISHED, taught=length), fixed) for length in (0, 100, 256, 4096)]
+    assert plans[0].learner == plans[1].learner == plans[2].learner  # not longer than the policy's
+    assert plans[3].learner_bytes >= plans[0].learner_bytes
+    assert least(shape, 40 * GIB, replace(PUBLISHED, prompt=4096), fixed).learner_bytes <= plans[3].learner_bytes
+
+
 def test_an_fp8_cache_holds_the_same_sequences_in_half_the_bytes() -> None:
     shape, wish = SHAPES["Llama-3.2-3B"], Wish(base="none", checkpointing="full", token_budget=3396)
     wide, narrow = (plan(shape, 80 * GIB, PUBLISHED, replace(wish, kv_dtype=kind)) for kind in ("bfloat16", "fp8"))

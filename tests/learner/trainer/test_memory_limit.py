@@ -24,7 +24,7 @@ from learner.model.attention import VARLEN, kernels
 from learner.trainer import memory_limit
 from learner.trainer.memory_limit import MemoryLimit, OutOfMemory, device_of
 from learner.trainer.trainer import Trainer
-from tests.learner.rollouts import make_groups, uniform
+from tests.learner.rollouts import make_groups, taught, uniform
 from tests.learner.trainers import adapter_of, distance, gradient, make_trainer, masters
 
 GROUPS = make_groups([[0, 1, 1, 0.5], [0, 0.5, 0, 2]], uniform)
@@ -96,6 +96,28 @@ async def test_out_of_memory_costs_time_and_nothing_else(
     seen.clear()
     assert (await trainer.step(GROUPS))["memory/oom_retries"] == 0  # the smaller budget stays
     assert max(seen) <= 40
+
+
+async def test_a_teachers_passes_keep_to_the_budget_and_lower_it(tiny_path: str, adapter_path: str) -> None:
+    """data.teacher: what it reads is longer than what is trained on, and packed by the same budget."""
+    settings: dict[str, Any] = {"adapter": adapter_path, "algorithm": "distill", "loss": LossConfig(beta=1)}
+    groups = [taught(group, list(range(30))) for group in GROUPS]
+    trainer = make_trainer(tiny_path, token_budget=160, **settings)
+    seen = break_above(trainer, 60, "forward")
+    metrics = await trainer.step(groups)
+    budget = int(metrics["memory/token_budget"])
+    assert metrics["memory/oom_retries"] >= 1
+    assert max(seen) > 60 >= max(seen[-4:])
+    small = make_trainer(tiny_path, token_budget=budget, **settings)
+    sizes = break_above(small, 10_000, "forward")
+    await small.step(groups)
+    assert max(sizes) <= budget
+    assert sizes == seen[-len(sizes) :]
+    assert distance(gradients_of(trainer), gradients_of(small)) == 0
+    wide = make_trainer(tiny_path, token_budget=1000, **settings)
+    sizes = break_above(wide, 1000, "forward")
+    await wide.rehearse(9, 30)
+    assert sizes == [9 + 66 * 15] * 2 + [30 + 64 * 15]  # policy, its reference, and behind longer prompts the teacher
 
 
 async def test_a_budget_above_the_largest_micro_batch_is_halved_from_that(tiny_path: str) -> None:
