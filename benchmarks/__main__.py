@@ -60,6 +60,8 @@ CASES = (
     Case("lost_node", "what the loss of an emulated node costs a run", "system.lost_node --away 8", "lost_node"),
     Case("distill", "steps to a held-out accuracy by a teacher and by rewards, on the demo", "system.distill",
          "distill"),
+    Case("self_distillation", "SmolLM2 (`make smollm2`) taught by itself behind a privileged prompt",
+         "system.self_distillation", "self_distillation"),
     Case("trl_2048", "TRL's own Game2048Env through a run; wants its path",
          "system.foreign_environments --steps 3 trl_2048", "trl_2048"),
     Case("glossary", "verifiers' own glossary through a run; wants an interpreter with it",

@@ -122,8 +122,37 @@ SmolLM2 with the task of `make demo-real` and a teacher at 0.85 went in 20 steps
 version ahead; at GRPO's 2e-4 it moved so far within a step that `guard.mismatch_k3` ended the run (one run each).
 
 The teacher is an adapter of the same base, as any reference: no second model, one forward pass more
-(`learner.mode: full`: a whole model). It sees the prompt that the policy sees. With `grpo` and `beta` above 0 the same
-teacher counts beside the rewards. `python -m benchmarks distill` compares it with GRPO.
+(`learner.mode: full`: a whole model). With `grpo` and `beta` above 0 the same teacher counts beside the rewards.
+`python -m benchmarks distill` compares it with GRPO.
+
+### A privileged prompt: data.teacher
+
+The teacher may be given another prompt than the policy: the answer, worked examples, a hint or a system prompt, made of
+the same row. Then it needs no weights of its own: without `model.reference` it is what training began as (the base, or
+`model.adapter`), and the policy learns to do without the prompt what the model does with it (context distillation:
+Askell et al. 2112.00861; Snell et al. 2209.15189; here on the policy's own samples).
+
+```bash
+make demo-real ARGS="name=self learner.algorithm=distill learner.loss.beta=1 learner.learning_rate=5e-5 \\
+    data.teacher.prompt=shown"                          # two worked examples, then the question: examples/constraints
+```
+
+```yaml
+data: {{path: train.jsonl, prompt: question, teacher: {{prompt: "{{question}} (The answer is {{answer}}.)"}}}}
+learner: {{algorithm: distill, loss: {{beta: 1}}}}
+```
+
+- `data.teacher.prompt` is a column or a template over columns, as `data.prompt`, and `data.teacher.system` a system
+  message; both are rendered by the same chat template. `data.teacher.max_prompt_length` bounds them before the start;
+  `data.overlong` says what becomes of longer ones; a row without one is left out.
+- A completion's tokens follow the teacher's prompt as they followed the policy's. The prompt is recorded with the group
+  (`teacher_prompt_ids` in the ledger), so that replay needs neither data nor template; evaluations never read it.
+- The pass that scores it has micro-batches of its own, forward alone, with at most `learner.token_budget` tokens each
+  and each prompt once a group; the memory plan and the rehearsal on a card count the longer prompts.
+- It teaches style, too: what the examples look like, and their length. Mind that a teacher which was given the answer
+  says that it knows it.
+- Not with `env.use`: an environment adds its messages to the policy's prompt alone.
+
 
 ## A loss of your own
 

@@ -50,6 +50,21 @@ def test_nothing_held_out_is_in_a_training_prompt() -> None:
     assert not [row["value"] for row in held if row["value"] and re.search(rf"\b{row['value']}\b", prompts)]
 
 
+def test_a_teachers_examples_keep_their_constraints_and_show_no_prompt() -> None:
+    rows = [row for rows in rows_of(make) for row in rows]
+    prompts = " ".join(row["question"] for row in rows)
+    for name, worked in make.WORKED.items():
+        examples = make.shown(name, "?")[:-1]
+        for place, (topic, value) in enumerate(zip(make.WORKED_TOPICS, worked.values, strict=True)):
+            question, answer = examples[2 * place : 2 * place + 2]
+            assert value in question["content"]
+            assert scored(name, value, answer["content"], topic, [question]) == 1.0
+            assert not re.search(rf"\b({topic}|{value or topic})\b", prompts)
+    for row in rows:
+        assert row["shown"][:-1] == make.shown(row["kind"], "")[:-1]
+        assert row["shown"][-1] == {"role": "user", "content": row["question"]}
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "kept", "broken"),
     [

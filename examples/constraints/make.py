@@ -5,6 +5,9 @@ et al. 2023, arXiv:2311.07911).
 
 Nothing that is held out is in a training prompt: neither its topic, nor the words in which the constraint is put, nor,
 where the constraint has one, its value (a number, a word, a phrase). So a policy cannot do well by having seen it.
+
+The column `shown` is a prompt for a teacher (data.teacher.prompt): two worked examples of the same kind of constraint,
+then the question. Their topics and values are in no prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from examples.task_files import contents, write
 
@@ -91,14 +94,61 @@ KINDS = {
 }  # fmt: skip
 
 
-def rows(topics: Sequence[str], *, held_out: bool, rng: random.Random) -> Iterator[dict[str, str]]:
+class Worked(NamedTuple):
+    """Answers that keep a kind of constraint, one for each of WORKED_TOPICS, and the values asked for."""
+
+    answers: tuple[str, str]
+    values: tuple[str, str] = ("", "")
+
+
+WORKED_TOPICS = ("kangaroos", "lighthouses")
+WORKED = {
+    "title": Worked((
+        "<<Strong legs>> Kangaroos jump over wide plains and carry their young in a pouch.",
+        "<<A light at night>> Lighthouses are tall towers that show ships the way home.",
+    )),
+    "keyword": Worked((
+        "Kangaroos are quick on their strong legs and carry their young in a pouch.",
+        "Lighthouses are lonely towers by the sea that show ships the way home.",
+    ), ("quick", "lonely")),
+    "postscript": Worked((
+        "Kangaroos jump on strong legs and carry their young in a pouch.\n\nP.S. They live in Australia.",
+        "Lighthouses are tall towers that show ships the way home.\n\nP.S. Some of them can be visited today.",
+    )),
+    "highlight": Worked((
+        "Kangaroos jump on *strong* legs and carry their young in a pouch.",
+        "Lighthouses are *tall* towers that show ships the way home.",
+    )),
+    "placeholder": Worked((
+        "Kangaroos jump on strong legs, and many of them live near [place].",
+        "Lighthouses are tall towers, and the oldest of them stands in [city].",
+    )),
+    "number": Worked((
+        "Kangaroos jump on strong legs, and some of them jump as far as 9 meters.",
+        "Lighthouses are tall towers, and this one shows ships the way home from 30 meters above the sea.",
+    ), ("9", "30")),
+}  # fmt: skip
+
+
+def shown(name: str, question: str) -> list[dict[str, str]]:
+    """The worked examples of a kind as a conversation that goes on with the question."""
+    kind, worked, said = KINDS[name], WORKED[name], list[str]()
+    for place, (topic, value) in enumerate(zip(WORKED_TOPICS, worked.values, strict=True)):
+        said += [f"{ASKED[-1 - place].format(topic=topic)} {kind.wordings[-1 - place].format(value=value)}"]
+        said += [worked.answers[place]]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*said, question])]
+
+
+def rows(topics: Sequence[str], *, held_out: bool, rng: random.Random) -> Iterator[dict[str, Any]]:
     """A row for each topic and kind."""
     for topic in topics:
         for name, kind in KINDS.items():
             asked = rng.choice(ASKED_LATER if held_out else ASKED).format(topic=topic)
             value = rng.choice(kind.held_values if held_out else kind.values)
             wording = rng.choice(kind.held_wordings if held_out else kind.wordings).format(value=value)
-            yield {"question": f"{asked} {wording}", "kind": name, "value": value, "topic": topic}
+            question = f"{asked} {wording}"
+            row = {"question": question, "kind": name, "value": value, "topic": topic}
+            yield row | {"shown": shown(name, question)}
 
 
 def files() -> dict[str, str]:

@@ -105,8 +105,9 @@ class TokenBudget:
         if largest <= alone:
             raise OutOfMemory(
                 f"learner.token_budget: one completion with its prompt, {alone} tokens, does not fit in memory (budget "
-                f"{self.tokens}; {reason}). Lower rollout.max_prompt_length or max_completion_length (or "
-                "data.teacher.max_prompt_length), set learner.checkpointing=full or model.base=nf4, or take a smaller model"
+                f"{self.tokens}; {reason}). Lower rollout.max_prompt_length, max_completion_length or "
+                "data.teacher.max_prompt_length, set learner.checkpointing=full or model.base=nf4, or take a smaller "
+                "model"
             )
         before, self.tokens = self.tokens, max(min(largest, self.tokens) // 2, alone)
         self.retries += 1

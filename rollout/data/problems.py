@@ -8,12 +8,10 @@ makes it together with the held-out problems, and Cursor knows which positions a
 import heapq
 import logging
 import random
-import re
 import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -28,7 +26,7 @@ from rollout.config import DataConfig
 from rollout.data import files, sources
 from rollout.data.chat import Messages, Prompt
 from rollout.data.files import Names
-from rollout.data.prompts import messages_of, prompts_of
+from rollout.data.prompts import messages_of, prompts_of, said_of_teacher
 from rollout.data.sources import Pace
 from rollout.data.tables import Row
 from rollout.schema import Problem
@@ -395,7 +393,7 @@ class TeacherPrompts:
 
     def __init__(self, rows: Sequence[Row], config: DataConfig, chat: Renderer, name: str, deadline_s: float) -> None:
         self._longest = config.teacher.max_prompt_length
-        with _of_teacher():
+        with said_of_teacher():
             self.stock = Stock(rows, config.of_teacher, chat, f"teacher-{name}", deadline_s, files.DATA)
             fitting = self.stock.fitting(np.arange(len(self.stock)), self._longest)
         self._rows, self._fitting = self.stock.rows(np.arange(len(self.stock))), self.stock.rows(fitting)
@@ -409,20 +407,10 @@ class TeacherPrompts:
 
     def ids(self, row: int) -> tuple[int, ...]:
         """The token ids [P] of a row's prompt. Raises WrongInput if it is too long after all, as Problems.at."""
-        with _of_teacher():
+        with said_of_teacher():
             item = self.stock.item(int(np.searchsorted(self._rows, row)))
             _check_length(item, self._longest)
         return item.prompt_ids
-
-
-@contextmanager
-def _of_teacher() -> Iterator[None]:
-    """Errors about prompts name the settings of the teacher's prompt in place of those of the policy's."""
-    try:
-        yield
-    except WrongInput as error:
-        said = re.sub(r"\bdata\.(prompt|system)\b", r"data.teacher.\1", str(error))
-        raise WrongInput(said.replace("rollout.max_prompt_length", "data.teacher.max_prompt_length")) from error
 
 
 class Problems:

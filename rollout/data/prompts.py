@@ -5,6 +5,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -77,6 +78,16 @@ def messages_of(row: Row, config: DataConfig, where: str) -> list[dict[str, str]
             "remove one of them"
         )
     return [{"role": "system", "content": config.system}, *turns]
+
+
+@contextmanager
+def said_of_teacher() -> Iterator[None]:
+    """Errors about prompts name the settings of a teacher's prompt (data.teacher) in place of those of the policy's."""
+    try:
+        yield
+    except WrongInput as error:
+        said = re.sub(r"\bdata\.(prompt|system)\b", r"data.teacher.\1", str(error))
+        raise WrongInput(said.replace("rollout.max_prompt_length", "data.teacher.max_prompt_length")) from error
 
 
 def check_column(columns: Row, prompt: str) -> None:
