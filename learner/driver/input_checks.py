@@ -470,19 +470,18 @@ def _check_name(path: str) -> None:
 
 
 def _longest_prompt(config: RunConfig) -> tuple[int, str]:
-    """Returns (tokens of the longest prompt of policy and teacher, the setting's name)."""
+    """Returns (tokens of the longest prompt of policy and teacher, the settings that bound it with its completion)."""
     own, taught = config.rollout.max_prompt_length, config.data.teacher.longest
-    return (taught, "data.teacher.max_prompt_length") if taught > own else (own, "max_prompt_length")
+    if taught > own:
+        return taught, "data.teacher.max_prompt_length + rollout.max_completion_length"
+    return own, "rollout: max_prompt_length + max_completion_length"
 
 
 def _check_context(config: RunConfig, context: int | None) -> None:
-    prompt, name = _longest_prompt(config)
+    prompt, names = _longest_prompt(config)
     need = prompt + config.rollout.max_completion_length
     if context is not None and need > context:
-        raise WrongInput(
-            f"rollout: {name} + max_completion_length must be at most the model's context of {context} "
-            f"tokens, got {need}"
-        )
+        raise WrongInput(f"{names} must be at most the model's context of {context} tokens, got {need}")
 
 
 def check_weights(config: RunConfig, *, followed: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.random_model import make_tiny_model
 from learner.driver import checkpoint
 from rollout import ledger
 from rollout.data.chat import Chat
@@ -15,8 +16,13 @@ from tests.flow.run import Run
 
 TAUGHT = (
     "learner.algorithm=distill", "learner.loss.beta=1", 'data.teacher.prompt="{question} ({answer})"',
-    "data.teacher.system=Think.", "cluster.learners=2",
+    "data.teacher.system=Think.", "data.teacher.max_prompt_length=128", "cluster.learners=2",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", family="Llama")
 
 
 @pytest.mark.long
@@ -35,7 +41,7 @@ def test_what_a_teacher_read_is_recorded_and_learned_from_again(tmp_path: Path, 
     shutil.rmtree(run.folder / "checkpoints" / checkpoint.name_of(4))  # as if it had been stopped after step 2
     refused = run.start(*TAUGHT, "data.teacher.system=null", "--dry-run")
     output, _ = run.communicate(refused, 120)
-    assert "data.teacher.system (Think., now null)" in " ".join(output.split()), output
+    assert "data.teacher.system (Think., now none)" in " ".join(output.split()), output
     assert "resumed at step 2" in run.finish(*TAUGHT)
     found = json.loads(run.gleaner("replay", str(run.folder), "--json"))  # in one process
     assert (found["same"], found["to"]) == (True, 4), found
