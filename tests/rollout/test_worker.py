@@ -146,6 +146,14 @@ async def test_the_tag_that_a_prompt_ends_in_is_recorded_and_the_reward_function
     assert found == [([1.0], "<reasoning>\n"), ([0.0], "")]
 
 
+async def test_what_a_teacher_is_given_is_recorded_and_not_generated_from(worker: RolloutWorker) -> None:
+    table = await table_of(worker, replace(problem(), teacher_ids=(7, 8)))
+    assert table.column("teacher_prompt_ids").to_pylist() == [[7, 8]] * SAMPLING.n
+    plain = await table_of(worker, problem())
+    assert plain.column("teacher_prompt_ids").null_count == SAMPLING.n
+    assert table.column("completion_ids").equals(plain.column("completion_ids"))
+
+
 async def test_several_problems_at_once_give_the_rows_that_each_gives_alone(spec: WorkerSpec) -> None:
     made: list[Crowded] = []
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from learner.batch.micro_batch import MicroBatch, Rows, fine_budget, micro_batches, ranges, read, shares, whole_batches
 from rollout.schema import SCHEMA, ragged
-from tests.learner.rollouts import make_group, make_groups, uniform
+from tests.learner.rollouts import make_group, make_groups, taught, uniform
 
 # What the learner reads out of a batch's tables: every column, row by row; what is wrong with one, by its row.
 
@@ -81,6 +81,10 @@ def test_experts_lie_where_their_tokens_lie() -> None:
             assert [pair for other, pair in told if other == token] == of(token)
         assert all(pair in unknown for token, pair in told if token == 0)  # padding
     assert read([one.slice(0, 0), make_group([1], [[2]], [0], even)]).experts is None
+    longer = read([taught(one, [13, 14, 15]), taught(two, [16])]).of_teacher  # behind it the routers choose themselves
+    (batch,) = micro_batches(longer, np.zeros(len(rows.completions)), every, every > 0, 99, packed=True)
+    assert batch.experts is None
+    assert batch.ids.tolist() == [[13, 14, 15, 5, 6, 3, 16, 9]]
 
 
 def test_no_group_is_no_row() -> None:

@@ -25,6 +25,7 @@ from learner.driver.input_checks import (
     check_environment_column,
     check_prompts,
     follow_adapter,
+    load_chat,
 )
 from rollout.data.chat import Chat
 from rollout.schema import Problem
@@ -46,6 +47,20 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 '''
+
+
+def test_a_teachers_prompt_with_a_completion_fits_into_the_context(tiny_path: str) -> None:
+    tree = {
+        "model": {"path": tiny_path}, "rewards": [{"use": "format"}],
+        "data": {"path": "x", "teacher": {"prompt": "y", "max_prompt_length": 400}},
+        "rollout": {"max_prompt_length": 100, "max_completion_length": 200},
+        "learner": {"algorithm": "distill", "loss": {"beta": 1}},
+    }  # fmt: skip
+    said = r"^data.teacher.max_prompt_length \+ rollout.max_completion_length must be at most .* 512 tokens, got 600"
+    with pytest.raises(WrongInput, match=said):
+        load_chat(RunConfig.model_validate(tree))
+    tree["data"] = {"path": "x"}
+    assert load_chat(RunConfig.model_validate(tree | {"learner": {}})).context == 512
 
 
 def test_an_adapter_of_experts_is_gone_on_with_by_merged_weights_or_on_a_card(tmp_path: Path) -> None:

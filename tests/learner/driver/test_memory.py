@@ -23,7 +23,19 @@ from cluster.memory.plan import BETWEEN, USABLE, kind_of
 from cluster.memory.shape import SHAPES, Shape
 from learner.config import RunConfig
 from learner.driver import memory
-from learner.driver.memory import Budgets, Cards, PlanFile, cards_present, layouts, settle, settled, size_for, wish_of
+from learner.driver.memory import (
+    Budgets,
+    Cards,
+    PlanFile,
+    cards_present,
+    layouts,
+    pace_of,
+    settle,
+    settled,
+    size_for,
+    wish_of,
+    workload,
+)
 from learner.driver.roles import worker_spec
 from learner.model.adapter_config import HEAD
 from rollout.config import DEFAULT_KV
@@ -297,6 +309,14 @@ HALVES = {"gpus": {"generator": 0.5, "learner": 0.5}}
 def config_of(**changes: Any) -> RunConfig:
     tree = {"model": {"path": "Llama-3.2-1B"}, "data": {"path": "x"}, "rewards": [{"use": "format"}], "cluster": HALVES}
     return RunConfig.model_validate(tree | changes)
+
+
+def test_a_teachers_longer_prompts_are_planned_for() -> None:
+    plain, distills = {"path": "x"}, {"algorithm": "distill", "loss": {"beta": 1}}
+    hinted = config_of(data=plain | {"teacher": {"prompt": "y", "max_prompt_length": 900}}, learner=distills)
+    assert workload(hinted, 8) == replace(workload(config_of(data=plain), 8), taught=900)
+    same = config_of(data=plain | {"teacher": {"prompt": "y", "max_prompt_length": 256}}, learner=distills)
+    assert pace_of(hinted).further > pace_of(same).further == 1.0  # a longer pass
 
 
 def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,12 @@ def test_a_teachers_prompt_is_of_the_same_row(tmp_path: Path, chat: Chat, monkey
     """data.teacher, in any order of the problems, where rows are left out, and beyond the prompts that are tokenised
     at once. The policy's own prompts, and those that are held out, are as without it."""
     monkeypatch.setattr(stock, "FIRST", 8)
-    rows = [*ROWS, {"question": "", "answer": "1"}, {"question": "Why?", "answer": None}, ROWS[0] | {"question": "Ah?"}]
+    rows: list[dict[str, Any]] = [
+        *ROWS,
+        {"question": "", "answer": "1"},
+        {"question": "Why?", "answer": None},
+        ROWS[0] | {"question": "Ah?"},
+    ]
     data = DataConfig(path=jsonl(tmp_path, rows), system="Be brief.", eval=EvalConfig(size=4))
     hinted = data.model_copy(update={"teacher": TeacherConfig(prompt=HINT)})
     plain, held_out = load(data, chat, 256, seed=3)
@@ -115,6 +120,8 @@ def test_a_teachers_prompt_is_of_the_same_row(tmp_path: Path, chat: Chat, monkey
         asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": HINT.format(**row)}]
         assert problem.teacher_ids == chat.render(asked)[1]
         assert problem.messages[1]["content"] == row["question"]
+    fitting = problems.fitting(hinted, 256, 0)
+    assert [fitting.at(i).teacher_ids for i in range(9)] == [problems.at(i).teacher_ids for i in range(9)]
     kinds = list(problems.prompts())
     assert len(kinds) == 2
     assert all(len(kind) == 2 for kind in kinds)
