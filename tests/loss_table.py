@@ -133,7 +133,7 @@ the same row. Then it needs no weights of its own: without `model.reference` it 
 Askell et al. 2112.00861; Snell et al. 2209.15189; here on the policy's own samples).
 
 ```bash
-make demo-real ARGS="name=self learner.algorithm=distill learner.loss.beta=1 learner.learning_rate=5e-5 \\
+make demo-real ARGS="name=self learner.algorithm=distill learner.loss.beta=1 learner.learning_rate=1e-4 \\
     data.teacher.prompt=shown"                          # two worked examples, then the question: examples/constraints
 ```
 
@@ -153,6 +153,10 @@ learner: {{algorithm: distill, loss: {{beta: 1}}}}
   says that it knows it.
 - Not with `env.use`: an environment adds its messages to the policy's prompt alone.
 
+SmolLM2-135M-Instruct keeps 0.517 of the held-out constraints of `make demo-real` behind two worked examples and 0.158
+without. Taught so, with no reward, it kept 0.408 without them after 60 steps at 1e-4 (95 %: 0.325 to 0.498; 0.158 after
+30; `python -m benchmarks self_distillation`, one seed), and 0.308 after 40 steps at 5e-5 (one run). Rewards teach this
+task faster: a teacher says something only of tokens that the policy samples, and it hardly ever writes a title or P.S.
 
 ## A loss of your own
 

@@ -6,7 +6,7 @@
 The teacher is the same model without an adapter, which reads two worked examples before each question (the column
 `shown` of examples/constraints); the policy reads the question alone, in training and in evaluations. Rewards teach
 nothing. First the teacher's own accuracy on the held-out questions is measured, by a run of one step that asks them
-behind the examples. 8 to 10 minutes a seed on two cores.
+behind the examples. A quarter of an hour a seed on two quiet cores.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def cell(accuracy: float, problems: int) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--rate", default="5e-5")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=15)
+    parser.add_argument("--rate", default="1e-4")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     told, curves = conditions(ENGINE_PACKAGES), {}
