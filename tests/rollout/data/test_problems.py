@@ -101,7 +101,7 @@ def test_a_teachers_prompt_is_of_the_same_row(tmp_path: Path, chat: Chat, monkey
     at once. The policy's own prompts, and those that are held out, are as without it."""
     monkeypatch.setattr(stock, "FIRST", 8)
     others: list[dict[str, Any]] = [{"question": "", "answer": "1"}, {"question": "Why?", "answer": None}]
-    rows = [*ROWS, *others, ROWS[0] | {"question": "Ah?"}]
+    rows: list[dict[str, Any]] = [*ROWS, *others, ROWS[0] | {"question": "Ah?"}]
     data = DataConfig(path=jsonl(tmp_path, rows), system="Be brief.", eval=EvalConfig(size=4))
     hinted = data.model_copy(update={"teacher": TeacherConfig(prompt=HINT)})
     plain, held_out = load(data, chat, 256, seed=3)
