@@ -115,7 +115,7 @@ def test_a_teachers_prompt_is_of_the_same_row(tmp_path: Path, chat: Chat, monkey
         row = rows[int(problem.id.removeprefix("train-"))]
         asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": HINT.format(**row)}]
         assert problem.teacher_ids == chat.render(asked)[1]
-        assert problem.messages[1]["content"] == row["question"]
+        assert problem.prompt_ids == chat.render([asked[0], {"role": "user", "content": row["question"]}])[1]
     fitting = problems.fitting(hinted, 256, 0)
     assert [fitting.at(i).teacher_ids for i in range(9)] == [problems.at(i).teacher_ids for i in range(9)]
     kinds = list(problems.prompts())
