@@ -52,8 +52,7 @@ from rollout.vllm.environment import required_env
 from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:
-    from learner.trainer.several import Trainers
-    from learner.trainer.trainer import Trainer
+    from learner.trainer.trainer import Trainer, Trainers
 
 log = logging.getLogger("learner")
 
@@ -264,8 +263,7 @@ def make_trainer(
 def make_trainers(configs: Sequence[RunConfig], total_steps: Sequence[int], memory_bytes: int | None) -> Trainers:
     """Builds the learner of several runs; called in its process."""
     _settle_logs()
-    from learner.trainer.several import Trainers
-    from learner.trainer.trainer import Trainer
+    from learner.trainer.trainer import Trainer, Trainers
 
     if configs[0].cluster.gpus.learner == 0:
         begun = [config.run_dir for config in configs if read_policies(config.run_dir)]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from cluster.actor import Shared
+from cluster.actor import Several, Shared, stays_there
 from cluster.files import Digest
 from cluster.machine import processor
 from learner.algo.advantage import has_signal
@@ -376,6 +376,11 @@ class Trainer(TrainerService):
         """The version of the present policy: the number of steps so far."""
         return self._version
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model knows."""
+        return len(self._policy.head)
+
     def share_thread(self) -> None:
         """To be called before other trainers are made beside this one."""
         self._thread = self._thread.beside(self._policy.activate)
@@ -477,6 +482,56 @@ class Trainer(TrainerService):
         self._updates.load_state_dict(state)
         self._version, self._guard.in_a_row = state["version"], state["nonfinite"]
         set_random_state(state["random"], self._policy.head.device)
+
+
+# Trainers of several runs on one base (gleaner sweep). Each run has an adapter, an optimizer and a policy version of
+# its own; their work is done one piece after the other, in one thread.
+
+TRIAL = 32  # tokens on which a policy is tried before the driver has given others
+
+
+class Trainers(Several[Trainer]):
+    """The trainers of several runs: TrainerService, each of whose methods takes the number of a run first.
+
+    make: (number of the run, the trainer of run 0 or None for run 0 itself) -> the trainer of the run, for each run.
+    """
+
+    def __init__(self, make: Sequence[Callable[[int, Trainer | None], Trainer]]) -> None:
+        first = make[0](0, None)
+        first.share_thread()
+        super().__init__([first, *(one(number, first) for number, one in enumerate(make[1:], 1))])
+        trial = [i % first.vocabulary for i in range(1, TRIAL + 1)]
+        self._tried = [trial for _ in make]  # of each run, the token ids of its newest probe
+
+    async def step(self, run: int, groups: list[pa.Table]) -> dict[str, float]:
+        """See TrainerService.step."""
+        trainer = self.objects[run]
+        try:
+            return await trainer.step(groups)
+        finally:
+            await trainer.drop_gradients()  # else those of all runs would be held at the same time
+
+    async def probe(self, run: int, token_ids: list[int]) -> Answer:
+        """See TrainerService.probe."""
+        self._tried[run] = token_ids
+        return await self.objects[run].probe(token_ids)
+
+    @stays_there
+    async def outgoing(self, run: int, stays: bool = False) -> tuple[Shared[SentPolicy], Exported]:
+        """See TrainerService.outgoing. Raises RuntimeError for a policy whose logprobs are not finite: the engine,
+        which all runs share, must not get it."""
+        trainer = self.objects[run]
+        answer = await trainer.probe(self._tried[run])
+        if not np.isfinite(answer.logprobs).all():
+            raise RuntimeError(
+                f"policy v{trainer.version}: its logprobs must be finite, {np.isfinite(answer.logprobs).sum()} of "
+                f"{len(answer.logprobs)} are; lower learner.learning_rate, or learner.optimizer.max_grad_norm"
+            )
+        return await trainer.outgoing(stays)
+
+    async def pulse(self, run: int) -> float:
+        """See TrainerService.pulse. A step of one run waits for those of the others, so it is the sum over all runs."""
+        return sum([await trainer.pulse() for trainer in self.objects])
 
 
 def _update(

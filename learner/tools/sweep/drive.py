@@ -373,8 +373,8 @@ async def _run_of(
     try:
         with closed(sinks):
             if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
-                longest = config.rollout.max_prompt_length
-                await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest)
+                longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
+                await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
             inputs = replace(launch.inputs_of(prepared, False), hooks=HooksOfRun(turn, number))
             member.loop, _ = launch.wire(inputs, own, trainer, sinks)
             member.loop.stop = member.stop

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.config.settings import LoraConfig
-from learner.trainer.several import Trainers
-from learner.trainer.trainer import Trainer
+from learner.trainer.trainer import Trainer, Trainers
 from tests.learner.trainers import adapter_of, make_trainer, masters
 
 
