@@ -23,7 +23,7 @@ def settings_of(run: int, adapter: str | None, dtype: str) -> dict[str, Any]:
 
 def several(path: str, runs: int = 3, adapter: str | None = None, dtype: str = "float32", **more: Any) -> Trainers:
     def made(run: int, first: Trainer | None) -> Trainer:
-        beside = {} if first is None else {"beside": first, "number": run}
+        beside: dict[str, Any] = {} if first is None else {"beside": first, "number": run}
         return make_trainer(path, seed=run, **settings_of(run, adapter, dtype), **beside, **more)
 
     return Trainers([made] * runs)
@@ -35,7 +35,7 @@ async def test_each_run_is_what_it_is_alone(
     tiny_path: str, adapter_path: str, groups: list[pa.Table], dtype: str, starts: str
 ) -> None:
     adapter = adapter_path if starts == "adapter" else None
-    beta = {"loss": {"beta": 0.1}}
+    beta: dict[str, Any] = {"loss": {"beta": 0.1}}
     together = several(tiny_path, adapter=adapter, dtype=dtype, **beta)
     for run in (0, 1, 2, 1, 0, 0, 2, 1, 2):  # their turns are in any order
         await together.step(run, groups)
@@ -44,11 +44,10 @@ async def test_each_run_is_what_it_is_alone(
         alone = make_trainer(tiny_path, seed=run, **settings_of(run, adapter, dtype), **beta)
         for _ in range(3):
             await alone.step(groups)
-        sent, _ = await together.outgoing(run)
+        sent: Any = (await together.outgoing(run))[0].value
         own = await adapter_of(alone)
-        assert sent.value is not None
-        assert (sent.value.digest, sent.value.version) == (own.digest, 3)
-        assert sent.value.config == own.config
+        assert (sent.digest, sent.version) == (own.digest, 3)
+        assert sent.config == own.config
         assert (await together.probe(run, [5, 6, 7])).held == (await alone.probe([5, 6, 7])).held
 
 
