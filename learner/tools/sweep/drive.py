@@ -308,9 +308,11 @@ async def _attempt(members: Sequence[Member], session: Session, progress: SweepP
                 tasks.create_task(_run_of(member, generators, learner, turn, session, record)) for member in open_ones
             ]
             stopping = tasks.create_task(_all_stop(stop, members))
-            await asyncio.gather(*running)
+            lost = next(filter(None, await asyncio.gather(*running)), None)
             stopping.cancel()
             process.end_unheard()
+        if lost is not None:
+            raise lost
     finally:
         shared = [generator.of_run(member.number) for member in members for generator in generators]
         await launch.close_all(shared)
@@ -361,8 +363,9 @@ async def _run_of(
     turn: LearnerTurn,
     session: Session,
     record: Record,
-) -> None:
-    """Runs one run to its end, and keeps how it ended. Raises what ends all runs: the loss of the learner or of Ray."""
+) -> ClusterLost | None:
+    """Runs one run to its end, and keeps how it ended. Raises the loss of the learner, which ends this attempt of all
+    runs. That of Ray is returned: each run notices it, and has a few seconds for a checkpoint."""
     prepared, number = member.prepared, member.number
     config = prepared.config
     trainer = WatchedLearner(LearnerOfRun(learner, number, turn), config.cluster.deadlines.heartbeat)
@@ -385,15 +388,21 @@ async def _run_of(
         member.phases.record(config.run_dir, resumed=prepared.resume_from is not None)
     except (Exception, BaseExceptionGroup) as error:
         cause = first_of(error)
-        if isinstance(cause, LearnerLost | ValueLost | ClusterLost):
+        if isinstance(cause, LearnerLost | ValueLost):
             raise cause from None
+        if isinstance(cause, ClusterLost):
+            return cause
         member.error = sentence_of(cause)
         if not isinstance(cause, RunEnded):
             log.error("%s: %s", member.named.name, tell(cause)[0])
         _ended(member, "failed")
         member.progress.note(f"failed, and the other runs go on: {member.error}")
+    else:
+        for advised in member.loop.metrics.signal.advice():
+            member.progress.note(f"advice: {advised}")
     record.write()
     await launch.close_all(own)
+    return None
 
 
 def _ended(member: Member, state: str) -> None:
