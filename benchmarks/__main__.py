@@ -66,6 +66,8 @@ CASES = (
          "system.foreign_environments --steps 3 trl_2048", "trl_2048"),
     Case("glossary", "verifiers' own glossary through a run; wants an interpreter with it",
          "system.foreign_environments glossary", "verifiers_glossary"),
+    Case("agents", "an agent of openai-agents through a run; wants its package on the path",
+         "system.foreign_environments agents examples/tiny-tools", "openai_agents"),
     Case("long", "reports of long runs, and the start of one with a million rows", "report long", "long_runs"),
     Case("pictures", "the pictures of docs/report.md, from a run's folder", "report pictures", ""),
     Case("engine_speed", "tokens/s of the engine against bare vLLM and transformers",

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from cluster import actor
 from cluster.machine import descendants, kill
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _MOST_FORKED = 8 << 10  # bytes of a forked function's answer, at most
 _PIPE = 3  # the descriptor of the answer pipe in a forked copy
 
@@ -43,6 +43,15 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
         if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     return os.getppid() == parent
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every process that descends from it and loses its own, in whatever session: so
+    `end_tree` of this process finds them. Raises OSError if the kernel refuses."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def end_tree(pid: int) -> None:

@@ -21,8 +21,9 @@ from rewards.pool import NOWHERE, Judging, RewardPool, Scores
 from rollout.data.chat import Chat, Template
 from rollout.delivery import Answer, Receipt
 from rollout.engine import Engine, EngineDied, EngineSettings, NoAdapter
-from rollout.env.play import ChatDialogue, Player, Trajectory
+from rollout.env.play import ChatDialogue, Player
 from rollout.env.rollouts import EnvSettings, Trajectories, rows_of, scored, sentence_of
+from rollout.env.trajectory import Trajectory
 from rollout.schema import Origin, Problem, build_group, facts_of
 from rollout.scorer import RewardProcesses, Room, Scorer, Sentences, SharedPool, SharedScorer, side_by_side
 from rollout.service import RolloutService

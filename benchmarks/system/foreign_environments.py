@@ -14,10 +14,17 @@ for it: so the run is small.
     build/verifiers/bin/pip install verifiers==0.4.0 uv GLOSSARY      # environments/glossary of verifiers' repository
     PYTHONPATH=. .venv/bin/python -m benchmarks.system.foreign_environments glossary build/verifiers/bin/python
 
-The policy is a tiny model that is made first and shown episodes: games of random moves, some of which end early; or
-tasks, each played once by hand straight through the adapter, some of them with another fact than the tool said and some
-without a call. It writes moves, calls and answers as it should and seldom asks for the right name, so that few rewards
-are 1.
+An agent of openai-agents (benchmarks/system/public_agents.py), which knows OpenAI's client alone. Its policy is the
+model of the tool demo, which calls a calculator at times.
+
+    pip install --no-deps --target build/rivals-agents openai-agents==0.24.0 griffe griffelib
+    PYTHONPATH=.:build/rivals-agents .venv/bin/python -m benchmarks.system.foreign_environments agents \\
+        examples/tiny-tools
+
+The policy of the others is a tiny model that is made first and shown episodes: games of random moves, some of which
+end early; or tasks, each played once by hand straight through the adapter, some of them with another fact than the tool
+said and some without a call. It writes moves, calls and answers as it should and seldom asks for the right name, so
+that few rewards are 1.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.common import ENGINE_PACKAGES, as_table, conditions, parser_of, save, under
 from benchmarks.system.system_run import Tree, finished
 from examples.tiny_model import END, PAD, Recipe, make_model, make_tokenizer, padded, train
-from examples.tiny_tools import CHAT_TEMPLATE, SPECIAL, TAGS
+from examples.tiny_tools import CHAT_TEMPLATE, QUESTION, SPECIAL, TAGS
 from rewards.loader import load_own
 from rollout import ledger
 from rollout.env.adapters.verifiers import CHILD, Verifiers
@@ -131,7 +138,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             "step": int(path.stem.rpartition("-")[2]), "problem": row["problem_id"],
             "sample": row["sample"], "outcome": row["finish_reason"], "reward": row["reward"], "parts": parts,
             "turns": turns, "sampled": sum(mask), "tokens": len(mask), "versions": sorted(set(row["token_versions"])),
-            "env_ms": [round(turn["env_ms"]) for turn in row["turns"]], "messages": json.loads(row["messages"]),
+            "env_ms": [round(turn["env_ms"]) for turn in row["turns"]], "messages": json.loads(row["messages"] or "[]"),
         })  # fmt: skip
     return told
 
@@ -286,16 +293,41 @@ def glossary(options: argparse.Namespace, folder: Path) -> None:
     save("verifiers_glossary", {"conditions": told, "trajectories": found}, text)
 
 
+def agents(options: argparse.Namespace, folder: Path) -> None:
+    (folder / "model").symlink_to(Path(options.source).resolve())
+    rng = random.Random(options.seed)
+    pairs = [[rng.randint(10 ** (digits - 1), 10**digits - 1) for _ in range(2)] for digits in [2, 3, 4] * 8]
+    rows = [{"prompt": QUESTION.format(a, b), "answer": str(a * b)} for a, b in pairs]
+    (folder / "products.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree: Tree = {
+        "env": {
+            "use": "program",
+            "args": {"function": f"{Path(__file__).with_name('public_agents.py')}:solve"},
+            "max_turns": 3, "concurrency": 4,
+        },
+        "rollout": {
+            "num_generations": 4, "max_prompt_length": 64, "max_completion_length": 128, "kv_cache": "64MiB",
+            "max_num_seqs": 16,
+        },
+        "learner": {"learning_rate": 5e-4, "groups_per_step": 4},
+    }  # fmt: skip
+    found, told = played(folder, "products.jsonl", tree, options), conditions((*ENGINE_PACKAGES, "openai-agents"))
+    longest = max(found, key=lambda one: one["tokens"])
+    about = "An agent of openai-agents with a calculator as its tool, the package unchanged"
+    text = report("An agent of openai-agents", about, found, longest, told)
+    save("openai_agents", {"conditions": told, "trajectories": found}, text)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("which", choices=("trl_2048", "glossary"))
-    parser.add_argument("source", help="TRL's grpo_2048.py; or the interpreter of the environment with verifiers")
+    parser.add_argument("which", choices=("trl_2048", "glossary", "agents"))
+    parser.add_argument("source", help="TRL's grpo_2048.py; the interpreter with verifiers; or examples/tiny-tools")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1200, help="seconds for the run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gleaner-bench-") as name:
-        {"trl_2048": trl_2048, "glossary": glossary}[options.which](options, Path(name))
+        {"trl_2048": trl_2048, "glossary": glossary, "agents": agents}[options.which](options, Path(name))
 
 
 if __name__ == "__main__":

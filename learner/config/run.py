@@ -28,6 +28,7 @@ def broken_rules(config: Settings) -> list[str]:
 
 CLIPPED = ", ".join(name for name, row in SURROGATES.items() if row.several_updates)
 WITH_TOOLS = ("tools", "trl_environment")
+CLIENTS = tuple(f"{name}_{what}" for name in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY"))
 
 
 def _turn_seconds(config: Settings) -> float:
@@ -167,6 +168,20 @@ ENV = (
         "may make several rows of a trajectory, for which neither PPO's values nor a reward model's score are made",
         "set append, or learner.algorithm=grpo and rewards without adapter:", ("learner.algorithm",),
         lambda c: c.env.history == "template" and (_ppo(c) or bool(adapters_of(c.rewards))),
+    ),
+    Rule(
+        "env.use: program", "may make several rows of a trajectory, for which neither PPO's values nor a reward "
+        "model's score are made, and continues what a program sends: env.history: template has no say in it",
+        "set learner.algorithm=grpo, rewards without adapter:, and env.history=append",
+        ("learner.algorithm", "env.history"),
+        lambda c: c.env.use == "program"
+        and (_ppo(c) or bool(adapters_of(c.rewards)) or c.env.history == "template"),
+    ),
+    Rule(
+        "env.use: program", "gives its program address and key of the policy in OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, so that env.variables must name none of them",
+        "leave them out of env.variables", ("env.variables",),
+        lambda c: c.env.use == "program" and any(name in CLIENTS for name in c.env.variables),
     ),
     Rule(
         "env.args.turn_timeout_s:",

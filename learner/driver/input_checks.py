@@ -55,10 +55,11 @@ from rollout.data.model_files import CONFIG, read_json, template_in
 from rollout.data.observation import TemplateRefuses, check, hidden_tools, loses
 from rollout.data.weight_names import check_adapter, check_copy, check_model, sizes_of
 from rollout.env.config import ENVIRONMENT
-from rollout.env.play import EnvironmentFault, opened
+from rollout.env.play import begin
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
-from rollout.env.protocol import Question, Start, ToolSpec, own_messages
+from rollout.env.protocol import Asked, Question, Start, ToolSpec, own_messages
 from rollout.env.tools.parser import is_hermes, written_by
+from rollout.env.trajectory import EnvironmentFault
 from rollout.quantised import check_base, check_kernel, format_of
 from rollout.schema import Problem
 
@@ -328,7 +329,7 @@ def check_environment(config: RunConfig, chat: Chat, problem: Problem) -> Tried:
         )
     if isinstance(start, Question):  # a program makes its prompts itself, without the chat template
         return Tried()
-    check_prompts(chat, config.model.path, [opened(start, problem)])
+    check_prompts(chat, config.model.path, [begin(start, problem).messages])
     if start.tools:
         _check_tools(config, chat, start.tools)
     return Tried((*_check_template(config, chat, start.tools), *_open_walls(config)), tools)
@@ -347,12 +348,12 @@ def _open_walls(config: RunConfig) -> list[str]:
     ]
 
 
-def _lengths(chat: Chat, start: Start | Question, problem: Problem) -> tuple[int, int]:
+def _lengths(chat: Chat, start: Start | Question | Asked, problem: Problem) -> tuple[int, int]:
     """Number of tokens that the trajectory begins with, and how many of them are the tools'. The latter is 0 where the
     environment begins with other messages than the problem's, whose length then does not matter."""
     if isinstance(start, Question):
         return len(start.token_ids), 0
-    messages = opened(start, problem)
+    messages = begin(start, problem).messages
     length = len(chat.converse(messages, start.tools))
     if not start.tools or own_messages(problem)[-1]["content"] not in messages[-1]["content"]:
         return length, 0
@@ -404,7 +405,7 @@ def _check_rendered(chat: Chat, tools: Sequence[ToolSpec]) -> None:
         )
 
 
-async def _begun(config: RunConfig, problem: Problem) -> Start | Question:
+async def _begun(config: RunConfig, problem: Problem) -> Start | Question | Asked:
     forks = Forks(spec_of(config.env, config.rollout.environment_memory))
     env = EnvironmentProcess(forks, config.env)
     try:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from learner.config import GuardConfig, RunConfig
 from learner.driver.failure import RunEnded
-from rollout.env.play import FAULT, FAULTS
+from rollout.env.trajectory import FAULT, FAULTS
 from rollout.schema import failed, lasts, masks_of, oldest_versions, parts_of, rewards_of, sampled_lengths, whole
 
 # Metrics of trajectories.

@@ -42,8 +42,8 @@ from rewards.limits import NAME as OUTPUT
 from rewards.pool import Judging, RewardServer, RewardService
 from rollout.engine import EngineSettings
 from rollout.env.host import code_of
-from rollout.env.play import Limits
 from rollout.env.rollouts import EnvSettings
+from rollout.env.trajectory import Limits
 from rollout.producer import until_started
 from rollout.scorer import RewardProcesses
 from rollout.service import RolloutService

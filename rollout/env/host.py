@@ -27,9 +27,9 @@ from rewards.config import ENV_COUNTS, TAKEN
 from rewards.limits import OF_ENVIRONMENTS, described, lent
 from rewards.loader import load_own, no_built_in
 from rewards.slot import confine
-from rollout.env.play import TURNS
 from rollout.env.protocol import (
     DEEPEST,
+    Asked,
     Hosted,
     Message,
     Model,
@@ -37,12 +37,15 @@ from rollout.env.protocol import (
     OutOfBudget,
     Program,
     Question,
+    Refused,
+    Said,
     Sampled,
     Start,
     Step,
     is_text,
     too_deep,
 )
+from rollout.env.trajectory import TURNS
 from rollout.schema import Problem
 
 # The environment's answers: checked here, converted to JSON, and back in the generator.
@@ -59,8 +62,8 @@ class BadAnswer(ValueError):
 
 
 def start_to_json(start: Any) -> dict[str, Any]:
-    """What reset returned, as JSON values. Raises BadAnswer unless it is a valid Start, or a program's Question."""
-    if isinstance(start, Question):
+    """What reset returned, as JSON values. Raises BadAnswer unless it is a valid Start, or a program's request."""
+    if isinstance(start, Question | Asked):
         return _asked_to_json(start)
     if not isinstance(start, Start):
         raise BadAnswer(f"reset must return a Start, got {type(start).__name__}")
@@ -74,9 +77,9 @@ def start_to_json(start: Any) -> dict[str, Any]:
 
 
 def step_to_json(step: Any) -> dict[str, Any]:
-    """What step returned, as JSON values. Raises BadAnswer unless it is a program's Question, or a valid Step that is
+    """What step returned, as JSON values. Raises BadAnswer unless it is a program's request, or a valid Step that is
     done or has messages for the policy."""
-    if isinstance(step, Question):
+    if isinstance(step, Question | Asked):
         return _asked_to_json(step)
     if not isinstance(step, Step):
         raise BadAnswer(f"step must return a Step, got {type(step).__name__}")
@@ -100,16 +103,16 @@ def encoded(method: str, value: Any) -> bytes:
         raise BadAnswer(f"{method}: must answer with what JSON can hold: {said(error)}") from None
 
 
-def start_from_json(answer: dict[str, Any]) -> Start | Question:
+def start_from_json(answer: dict[str, Any]) -> Start | Question | Asked:
     """The inverse of start_to_json."""
-    if "token_ids" in answer:
+    if answer.keys() & ASKED:
         return _asked_from_json(answer)
     return Start(tuple(answer["messages"]), tuple(answer["tools"]), answer["state"])
 
 
-def step_from_json(answer: dict[str, Any]) -> Step | Question:
+def step_from_json(answer: dict[str, Any]) -> Step | Question | Asked:
     """The inverse of step_to_json."""
-    if "token_ids" in answer:
+    if answer.keys() & ASKED:
         return _asked_from_json(answer)
     return Step(tuple(answer["messages"]), answer["reward"], answer["done"], answer["metrics"], answer["warnings"])
 
@@ -135,7 +138,12 @@ def _numbers(method: str, values: Any) -> dict[str, float]:
     return {name: _number(f"{method}: {name}", value) for name, value in values.items()}
 
 
-def _asked_to_json(asked: Question) -> dict[str, Any]:
+ASKED = frozenset({"token_ids", "asked"})  # keys by which an answer is a program's request: with tokens, or messages
+
+
+def _asked_to_json(asked: Question | Asked) -> dict[str, Any]:
+    if isinstance(asked, Asked):
+        return {"asked": asked._asdict()}
     if not asked.token_ids or not all(type(token) is int for token in asked.token_ids):
         raise BadAnswer(f"run: a prompt must be token ids, at least one, got {asked.token_ids!r:.80}")
     if asked.max_tokens is not None and (type(asked.max_tokens) is not int or asked.max_tokens < 1):
@@ -143,7 +151,10 @@ def _asked_to_json(asked: Question) -> dict[str, Any]:
     return {"token_ids": list(asked.token_ids), "max_tokens": asked.max_tokens}
 
 
-def _asked_from_json(answer: dict[str, Any]) -> Question:
+def _asked_from_json(answer: dict[str, Any]) -> Question | Asked:
+    if "asked" in answer:
+        given = answer["asked"]
+        return Asked(**given | {name: tuple(given[name]) for name in ("messages", "tools", "stop")})
     return Question(tuple(answer["token_ids"]), answer["max_tokens"])
 
 
@@ -189,11 +200,10 @@ class Driven:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._task: asyncio.Task[Mapping[str, float]] | None = None
-        self._questions: asyncio.Queue[Question] = asyncio.Queue()
-        self._answers: asyncio.Queue[Sampled | NoMore] = asyncio.Queue()
-        self._turn = asyncio.Lock()  # concurrent requests are answered one after the other
+        self._requests: asyncio.Queue[tuple[Question | Asked, asyncio.Future[Any]]] = asyncio.Queue()
+        self._asking: asyncio.Future[Any] | None = None  # for the answer to the last request
 
-    async def reset(self, problem: Problem, seed: int) -> Question:
+    async def reset(self, problem: Problem, seed: int) -> Question | Asked:
         """Starts the program; returns its first request. Raises BadAnswer if it makes none, and what it raises."""
         self._task = asyncio.create_task(_run(self._program, problem, seed, self))
         first = await self._next()
@@ -201,19 +211,31 @@ class Driven:
             raise BadAnswer("run: must ask the policy for a turn before it ends, and did not")
         return first
 
-    async def step(self, answer: Sampled | NoMore) -> Question | Step:
+    async def step(self, answer: Sampled | Said | NoMore | Refused) -> Question | Asked | Step:
         """Answers the last request; returns the next one, or a Step that is done if the program has ended."""
-        self._answers.put_nowait(answer)
+        assert self._asking is not None
+        if not self._asking.done():  # the program has cancelled the call
+            self._asking.set_result(answer)
         return await self._next()
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
         """Called by the program: see Model.generate."""
-        async with self._turn:
-            self._questions.put_nowait(Question(tuple(token_ids), max_tokens))
-            answer = await self._answers.get()
+        answer = await self._ask(Question(tuple(token_ids), max_tokens))
         if isinstance(answer, NoMore):
             raise OutOfBudget(answer.reason)
+        sampled: Sampled = answer
+        return sampled
+
+    async def converse(self, asked: Asked) -> Said | NoMore | Refused:
+        """Called by the program: see Conversing.converse."""
+        answer: Said | NoMore | Refused = await self._ask(asked)
         return answer
+
+    async def _ask(self, request: Question | Asked) -> Any:
+        """Requests at the same time are answered one after the other."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait((request, answer))
+        return await answer
 
     async def score(self) -> Mapping[str, float]:
         """The parts of the reward that the program returned."""
@@ -226,13 +248,14 @@ class Driven:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _next(self) -> Question | Step:
+    async def _next(self) -> Question | Asked | Step:
         assert self._task is not None
-        question = asyncio.ensure_future(self._questions.get())
-        await asyncio.wait([question, self._task], return_when=asyncio.FIRST_COMPLETED)
-        if question.done():
-            return question.result()
-        question.cancel()
+        request = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait([request, self._task], return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            asked, self._asking = request.result()
+            return asked
+        request.cancel()
         await self._task  # raises the program's exception, if it ended by one
         return Step(done=True)
 
@@ -250,6 +273,7 @@ async def _run(program: Program, problem: Problem, seed: int, model: Model) -> M
 BUILT_INS = {
     "number_guessing": "rollout.env.tasks.number_guessing:NumberGuessing",
     "openenv": "rollout.env.adapters.openenv:OpenEnv",
+    "program": "rollout.env.adapters.program:AgentProgram",
     "second_try": "rollout.env.tasks.second_try:SecondTry",
     "skyrl_gym": "rollout.env.adapters.skyrl_gym:SkyRLGym",
     "tools": "rollout.env.tools.python_tools:PythonTools",
@@ -259,6 +283,7 @@ BUILT_INS = {
 }
 NAMES = {  # `env.use` -> arguments that name a user's code
     "openenv": ("action", "observe"),
+    "program": ("function",),
     "skyrl_gym": ("env",),
     "tools": ("functions",),
     "trl_environment": ("factory", "rewards"),
@@ -340,7 +365,7 @@ def _misfit(factory: Any, args: Mapping[str, Any]) -> str:
 
 LENGTH = 8  # bytes before each message
 MOST_BYTES = 2**20  # greatest size of an answer; a longer one is the fault `flood`
-MOST_IDS_BYTES = 16 * 2**20  # greatest size of a program's request, which holds all token ids so far
+MOST_IDS_BYTES = 16 * 2**20  # greatest size of a program's request, which holds all that came before
 
 
 class Spec(NamedTuple):
@@ -402,7 +427,7 @@ async def _serve(end: socket.socket, spec: Spec) -> NoReturn:
             if env is None:  # an environment may itself be false, for example with length 0
                 env = make(spec.use, spec.args)
             value = await _METHODS[method](env, *arguments)
-            answer = _bounded(method, encoded(method, value), isinstance(value, dict) and "token_ids" in value)
+            answer = _bounded(method, encoded(method, value), isinstance(value, dict) and bool(value.keys() & ASKED))
         except BadAnswer as error:
             answer = _fault("bad_observation", str(error))
         except WrongInput as error:  # the message comes from gleaner and is complete

@@ -31,8 +31,8 @@ from rollout.config import DEFAULT_ENVIRONMENT_MEMORY
 from rollout.env import preload
 from rollout.env.config import EnvConfig
 from rollout.env.host import LENGTH, MOST_IDS_BYTES, Spec, code_of, host, start_from_json, step_from_json, write
-from rollout.env.play import EnvironmentFault
-from rollout.env.protocol import NoMore, Question, Sampled, Start, Step, Turn
+from rollout.env.protocol import Asked, NoMore, Question, Refused, Said, Sampled, Start, Step, Turn
+from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 from rollout.scorer import Sentences
 
@@ -138,7 +138,7 @@ class EnvironmentProcess:
         self._folder: Path | None = None  # for the environment's temporary files
         self._answers = False  # whether the last request was answered
 
-    async def reset(self, problem: Problem, seed: int) -> Start | Question:
+    async def reset(self, problem: Problem, seed: int) -> Start | Question | Asked:
         async with _within(self._config.start_timeout_s, "reset", "twice env.step_timeout_s, at least 60 s"):
             ours, theirs = socket.socketpair()
             self._folder = Path(tempfile.mkdtemp(prefix="environment-"))
@@ -147,7 +147,7 @@ class EnvironmentProcess:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             return start_from_json(await self._ask("reset", problem, seed))
 
-    async def step(self, turn: Turn | Sampled | NoMore) -> Step | Question:
+    async def step(self, turn: Turn | Sampled | Said | NoMore | Refused) -> Step | Question | Asked:
         async with _within(self._config.step_timeout_s, "step", "env.step_timeout_s"):
             step = step_from_json(await self._ask("step", turn))
         if isinstance(step, Step):

@@ -167,6 +167,45 @@ class NoMore(NamedTuple):
     reason: str
 
 
+class Asked(NamedTuple):
+    """A program's request for an answer to a conversation, of which it sends all each time (env.use: program).
+
+    messages: of roles system, user, assistant and tool, each with text as content; an assistant's may have tool_calls
+    as chat templates take them, arguments as mappings. max_tokens: None: as many as are allowed. stop: the answer ends
+    where one of these strings is written. calls: most tool calls to read in the answer; None: all.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    calls: int | None = None
+
+
+class Said(NamedTuple):
+    """The policy's answer to Asked.
+
+    text: without its thinking, its tool calls and the stop string. calls: with the id of each. finish_reason: "stop" or
+    "length". stop: the stop string that ended it, else "". prompt, completion: number of tokens. cut: whether the run's
+    own limit of tokens ended it.
+    """
+
+    text: str
+    thinking: str
+    calls: tuple[tuple[str, ToolCall], ...]
+    finish_reason: str
+    stop: str
+    prompt: int
+    completion: int
+    cut: bool
+
+
+class Refused(NamedTuple):
+    """No answer to Asked, since the model's chat template cannot write it. reason: the cause as a sentence."""
+
+    reason: str
+
+
 class OutOfBudget(RuntimeError):
     """The trajectory has had its turns or tokens: the program is to end, and may still give a reward. Programs may
     catch it; of one that does not rollout.env.host makes an end as others are."""
@@ -178,6 +217,14 @@ class Model(Protocol):
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Sampled:
         """Continues a prompt. The first prompt begins the trajectory. Each later prompt must extend all that was asked
         and sampled before it, also in calls that the program cancelled. Raises OutOfBudget."""
+        ...
+
+
+class Conversing(Model, Protocol):
+    """The policy as rollout.env.adapters.program sees it."""
+
+    async def converse(self, asked: Asked) -> Said | NoMore | Refused:
+        """Answers a conversation. One that does not go on from an earlier one begins a further row."""
         ...
 
 
@@ -196,12 +243,12 @@ class Program(Protocol):
 class Hosted(Protocol):
     """What serves a trajectory: an Environment, or a Program wrapped by rollout.env.host.Driven.
 
-    step is given a Turn for an environment, Sampled or NoMore for a program.
+    step is given a Turn for an environment, the answer to its request for a program.
     """
 
-    async def reset(self, problem: Problem, seed: int) -> Start | Question: ...
+    async def reset(self, problem: Problem, seed: int) -> Start | Question | Asked: ...
 
-    async def step(self, turn: Any) -> Step | Question: ...
+    async def step(self, turn: Any) -> Step | Question | Asked: ...
 
     async def score(self) -> Mapping[str, float]: ...
 

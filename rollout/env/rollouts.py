@@ -17,15 +17,9 @@ from rewards.pool import LONGEST_ERROR, NOT_SCORED, Scores
 from rollout.config import DEFAULT_ENVIRONMENT_MEMORY
 from rollout.engine import Engine
 from rollout.env.config import EnvConfig
-from rollout.env.play import (
-    CUT,
-    FAULT,
-    TURNS,
-    Limits,
-    Player,
-    Trajectory,
-)
+from rollout.env.play import Player
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
+from rollout.env.trajectory import CUT, FAULT, TURNS, Limits, Trajectory
 from rollout.schema import Origin, Problem, facts_of
 from rollout.scorer import Scorer, side_by_side
 from rollout.types import Completion, EngineError, Sampling, seed_of
@@ -43,7 +37,7 @@ async def scored(
     group = Group(
         prompts=[list(t.opening) for t in whole],
         completions=[t.messages for t in whole],
-        completion_ids=[t.row.ids for t in whole],
+        completion_ids=[t.rows[-1].ids for t in whole],
         columns={name: [value] * len(whole) for name, value in problem.columns.items()},
         prefilled=problem.prefilled,
         progress=progress,
@@ -69,7 +63,7 @@ def rows_of(
     told = iter([] if scores is None else scores.logged)
     logged = [[] if trajectory.faulted else next(told, []) for trajectory in trajectories]
     places = [(i, row) for i, trajectory in enumerate(trajectories) for row in trajectory.rows]
-    last = [row is trajectories[i].row for i, row in places]
+    last = [row is trajectories[i].rows[-1] for i, row in places]
     completions = [
         Completion(
             np.asarray(row.ids, np.int32), np.asarray(row.logprobs, np.float32), trajectories[i].outcome,
@@ -166,7 +160,10 @@ class Trajectories:
         """sampling.n trajectories of the problem. Raises WrongInput, EngineError, and RuntimeError for any other
         exception that is not the environment's fault: in which trajectory, and where it was raised."""
         trajectories = await side_by_side(self._play(problem, sampling, j) for j in range(sampling.n))
-        _check_start(problem, trajectories)
+        if (told := _unequal_starts(problem, trajectories)) and self._settings.config.use != "program":
+            raise WrongInput(f"{told}; draw everything in reset() from its seed")
+        if told:  # agents write dates and folders into their prompts
+            self._forks.sentences.warn_of({"starts": f"{told}; take the task from the problem, not by chance"})
         return trajectories
 
     async def _play(self, problem: Problem, sampling: Sampling, sample: int) -> Trajectory:
@@ -210,11 +207,13 @@ def _env_seed(run_seed: int, problem: Problem) -> int:
     return seed_of("environment", run_seed, problem.epoch, problem.position)
 
 
-def _check_start(problem: Problem, trajectories: Sequence[Trajectory]) -> None:
+def _unequal_starts(problem: Problem, trajectories: Sequence[Trajectory]) -> str:
+    """What is wrong if not all trajectories of the group began alike, else ''."""
     starts = {(t.rows[0].prompt_ids, t.state) for t in trajectories if t.began}
-    if len(starts) > 1:
-        what = "initial states" if len({state for _, state in starts}) > 1 else "first messages or tools"
-        raise WrongInput(
-            f"env: all trajectories of a group must begin alike, and those of {problem.id} have {len(starts)} "
-            f"different {what}; draw everything in reset() from its seed"
-        )
+    if len(starts) < 2:
+        return ""
+    what = "initial states" if len({state for _, state in starts}) > 1 else "first messages or tools"
+    return (
+        f"env: all trajectories of a group must begin alike, and those of {problem.id} have {len(starts)} different "
+        f"{what}"
+    )

@@ -79,10 +79,10 @@ class Run:
     def environment(self) -> dict[str, str]:
         return environment(self.marker)
 
-    def finish(self, *overrides: str) -> str:
-        """Runs to the end, which must be a good one; returns what was printed."""
+    def finish(self, *overrides: str, limit: float = 300) -> str:
+        """Runs to the end within so many seconds, and it must be a good one; returns what was printed."""
         process = self.start(*overrides)
-        output, _ = self.communicate(process, 300)
+        output, _ = self.communicate(process, limit)
         assert process.returncode == 0, output
         return output
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout import ledger
-from rollout.env.play import FAULTS
+from rollout.env.trajectory import FAULTS
 from tests.flow.run import Run
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-arithmetic"

@@ -45,7 +45,7 @@ from learner.tools.replay.what_if import (
 )
 from learner.tools.report.summary import REPLAY, Run, read_run
 from learner.tools.reported import reported
-from rollout.env.play import FAULTS
+from rollout.env.trajectory import FAULTS
 
 # gleaner replay --bisect: the step at which a metric broke, and which other metrics changed shortly before it.
 

@@ -166,10 +166,11 @@ class Written:
 
 
 class Choice(NamedTuple):
-    """A parser and its name: hermes, or one of vLLM's."""
+    """A parser and its name: hermes, or one of vLLM's. mark: what a call begins with; "" where that is not known."""
 
     name: str
     parse: ToolParser
+    mark: str
 
 
 def choose(chat: Chat, name: str = "auto") -> Choice:
@@ -182,7 +183,7 @@ def choose(chat: Chat, name: str = "auto") -> Choice:
     """
     forms = [] if name == "hermes" else written_by(chat)
     if is_hermes(forms, name):
-        return Choice("hermes", hermes)
+        return Choice("hermes", hermes, OPEN)
     from rollout.vllm.tool_parsers import names
 
     known = names()
@@ -192,7 +193,7 @@ def choose(chat: Chat, name: str = "auto") -> Choice:
         for form in forms:
             parser = of_vllm(candidate, chat, form)
             if parser is not None and reads(parser, form):
-                return Choice(candidate, parser)
+                return Choice(candidate, parser, form.mark)
     writes = f"it writes {forms[0].one[:120]!r}" if forms else "it writes none"
     raise WrongInput(
         f"env.tool_parser: {'some parser' if name == 'auto' else name} must read back the calls of the model's chat "

@@ -57,6 +57,9 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
         "env.history: template .*got learner.algorithm",
     ),
     (["env.use=tools", "env.history=template", "rewards=[{use: 'adapter:x'}]"], "env.history: template may make"),
+    (["env.use=program", "env.history=template"], "env.use: program may make several rows .*env.history=template"),
+    (["env.use=program", "rewards=[{use: 'adapter:x'}]"], "env.use: program may make several rows"),
+    (["env.use=program", "env.variables=[OPENAI_API_KEY]"], "env.use: program gives .* must name none of them"),
     (
         ["data.chat_template=none", "data.chat_template_kwargs={a: 1}"],
         "data.chat_template: none does not go with data.",

@@ -35,6 +35,7 @@ from tests.learner.loops import configure
 MODEL = str(Path(__file__).parents[3] / "examples" / "tiny-arithmetic")
 FAULTY = f"{Path(__file__).parents[2] / 'rollout' / 'env' / 'faulty.py'}:Plain"
 PROGRAM = f"{Path(__file__).parents[2] / 'rollout' / 'env' / 'programs.py'}:Asking"  # begins with three tokens
+AGENTS = Path(__file__).parents[2] / "rollout" / "env" / "agents.py"
 PROBLEM = Problem("train-3", ({"role": "user", "content": "1 + 2"},), {"answer": "3"}, (1, 5), 3, 0)
 CHAT = Chat.load(MODEL)
 TOOL = '''
@@ -89,6 +90,8 @@ def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() ->
     assert check_environment(env_config({"use": FAULTY}), CHAT, PROBLEM).notes == ()
     assert check_environment(env_config({}), CHAT, PROBLEM).notes == ()
     assert check_environment(env_config({"use": PROGRAM}, max_prompt_length=3), CHAT, PROBLEM).notes == ()
+    agent = env_config({"use": "program", "args": {"function": f"{AGENTS}:at_once"}})
+    assert check_environment(agent, CHAT, PROBLEM).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,23 @@ def test_an_environment_that_begins_and_a_template_that_carries_it_are_fine() ->
         ),
         ({"use": PROGRAM}, {"max_prompt_length": 2}, "which take 3 tokens of problem train-3, got 2"),
         ({"use": PROGRAM, "args": {"how": "silent"}}, {}, "Asking: run: must ask the policy for a turn before it ends"),
+        (
+            {"use": "program", "args": {"function": f"{AGENTS}:greedy"}},
+            {},
+            "env.use: program: .*last request was refused: temperature, seed: sampling is the run's own .*env.args",
+        ),
+        (
+            {"use": "program", "args": {"function": f"{AGENTS}:at_once"}},
+            {"max_prompt_length": 3},
+            "rollout.max_prompt_length: must hold the environment's first messages .* got 3",
+        ),
+        (
+            {"use": "program", "args": {"command": "no-such-agent -x"}},
+            {},
+            "no-such-agent could not be started: No such",
+        ),
+        ({"use": "program"}, {}, "env.args: must have command or function, and not both"),
+        ({"use": "program", "args": {"command": "a", "samplin": 1}}, {}, "env.args: program takes command, function, "),
     ],
 )
 def test_one_line_says_what_is_wrong(env: dict[str, Any], rollout: dict[str, Any], sentence: str) -> None:

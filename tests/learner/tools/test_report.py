@@ -28,7 +28,7 @@ from learner.tools.report import write
 from learner.tools.report.page import Step, Words, bytes_of, read_step, spread, unpacked
 from learner.tools.report.write import LiveServer, Watched, report
 from rollout import ledger
-from rollout.env.play import Played
+from rollout.env.trajectory import Played
 from rollout.fakes import make_group
 from tests.learner.tools.reports import HOSTILE, MODEL, PHASES, blocks, report_run
 

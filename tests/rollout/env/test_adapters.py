@@ -25,9 +25,9 @@ from rollout.env.adapters.trl import TrlEnvironment, TrlRolloutFunc
 from rollout.env.adapters.verifiers import CHILD, Verifiers
 from rollout.env.config import EnvConfig
 from rollout.env.host import BadAnswer
-from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import OutOfBudget, Question, Sampled, Step, ToolCall, Turn
+from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 from tests.rollout.env.hand import problem, said
 from tests.rollout.env.test_rollouts import CHAT, MODEL, PROBLEM

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.env.play import EnvironmentFault, Limits, Player, Row, Trajectory
+from rollout.env.play import Player
 from rollout.env.protocol import Message, Question, Start, Step, ToolSpec, Turn
+from rollout.env.trajectory import EnvironmentFault, Limits, Row, Trajectory
 from rollout.schema import Problem, parts_of
 from rollout.types import Adapter, Completion, Sampling
 from rollout.worker import RolloutWorker
@@ -46,6 +47,12 @@ class Digits:
 
     def shown(self, token_ids: Sequence[int]) -> Message:
         return {"role": "user", "content": "".join(map(str, token_ids))}
+
+    def until(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str]:
+        raise AssertionError("only programs are told what was said")
+
+    def told(self, turn: Turn) -> tuple[str, str]:
+        raise AssertionError("only programs are told what was said")
 
 
 class Lenient(Digits):

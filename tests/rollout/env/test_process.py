@@ -29,9 +29,9 @@ from rollout.env.host import (
     start_to_json,
     step_to_json,
 )
-from rollout.env.play import EnvironmentFault
 from rollout.env.process import EnvironmentProcess, Forks, spec_of
 from rollout.env.protocol import Start, Step, Turn
+from rollout.env.trajectory import EnvironmentFault
 from rollout.schema import Problem
 from tests.rollout.env.hand import problem, said
 

@@ -19,8 +19,9 @@ from rewards.config import RewardConfig
 from rollout.data.chat import Chat
 from rollout.engine import EngineSettings
 from rollout.env.config import EnvConfig
-from rollout.env.play import ChatDialogue, Limits
+from rollout.env.play import ChatDialogue
 from rollout.env.rollouts import EnvSettings
+from rollout.env.trajectory import Limits
 from rollout.fakes import FakeEngine
 from rollout.schema import Problem, asked_of, parts_of
 from rollout.types import Adapter, Completion, Sampling

@@ -27,8 +27,8 @@ TOOL: ToolSpec = {
 
 
 def test_a_parser_of_vllm_reads_what_the_template_writes() -> None:
-    name, parser = choose(chat_of(XML))
-    assert name == "qwen3_coder"
+    name, parser, mark = choose(chat_of(XML))
+    assert (name, mark) == ("qwen3_coder", "<tool_call>")
     text = "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n"
     assert parser(text + "</tool_call><|im_end|>", [TOOL]) == ((ToolCall("add", {"a": 3, "b": "3"}),), ())
     assert parser("It is 3.<|im_end|>", [TOOL]) == ((), ())
