@@ -62,6 +62,7 @@ CASES = (
          "distill"),
     Case("self_distillation", "SmolLM2 (`make smollm2`) taught by itself behind a privileged prompt",
          "system.self_distillation", "self_distillation"),
+    Case("sweep", "seconds of a run's step and memory of several runs side by side", "system.sweep", "sweep"),
     Case("trl_2048", "TRL's own Game2048Env through a run; wants its path",
          "system.foreign_environments --steps 3 trl_2048", "trl_2048"),
     Case("glossary", "verifiers' own glossary through a run; wants an interpreter with it",
