@@ -144,22 +144,32 @@ class SharedScorer:
 
 
 class SharedPool:
-    """A pool that several runs share. It is closed when each of them has closed it."""
+    """A pool that several runs share, each by a PoolOfRun. It is closed when each of them has closed its own."""
 
     def __init__(self, pool: Scorer) -> None:
-        self._pool, self._users = pool, 0
+        self.pool = pool
+        self.users: set[PoolOfRun] = set()
 
-    def taken(self) -> "SharedPool":
-        """The pool for one more user."""
-        self._users += 1
-        return self
+    def taken(self) -> "PoolOfRun":
+        """The pool for one more run."""
+        user = PoolOfRun(self)
+        self.users.add(user)
+        return user
+
+
+class PoolOfRun:
+    """The Scorer of one run that shares a pool."""
+
+    def __init__(self, shared: SharedPool) -> None:
+        self._shared = shared
 
     async def score(self, group: Group) -> Scores:
         """See RewardPool.score."""
-        return await self._pool.score(group)
+        return await self._shared.pool.score(group)
 
     def close(self) -> None:
-        """Ends the reward processes with the last user."""
-        self._users -= 1
-        if self._users == 0:
-            self._pool.close()
+        """Ends the reward processes with the last run. Idempotent."""
+        if self in self._shared.users:
+            self._shared.users.remove(self)
+            if not self._shared.users:
+                self._shared.pool.close()

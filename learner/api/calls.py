@@ -355,13 +355,14 @@ def sweep(
             if process.follow(lambda: None, WORDS):
                 raise KeyboardInterrupt(f"the runs have stopped{_where(process.failure())}")
             failure = process.failure()
-    found = json_value((folder / FILE).read_bytes(), FILE)["runs"] if (folder / FILE).exists() else {}
+    found: dict[str, Any] = {"ended": False}
+    if (folder / FILE).exists():
+        found = json_value((folder / FILE).read_bytes(), FILE)
     if isinstance(failure, InputError):
         inputs.withdraw()
-    alone = not isinstance(failure, InputError) and any(one["state"] == "failed" for one in found.values())
-    if failure is not None and not alone:
-        raise failure
-    return SweepResult(folder, {name: _swept(folder / name, one) for name, one in found.items()})
+    if failure is not None and (isinstance(failure, InputError) or not found["ended"]):
+        raise failure  # else runs of it have failed, and the sweep has come to its end
+    return SweepResult(folder, {name: _swept(folder / name, found["runs"][name]) for name in found["newest"]})
 
 
 def _several(key: str, given: Any) -> Sequence[Any]:
@@ -372,7 +373,7 @@ def _several(key: str, given: Any) -> Sequence[Any]:
 
 def _as_word(value: Any) -> str:
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     except TypeError:
         kind = type(value).__name__
         raise InputError(f"values: must be plain values, as a file would hold them, got {kind}") from None

@@ -105,6 +105,11 @@ class Load:
     weights: Weights | None = None  # None for an adapter, which lies in the folder of `staged`
     answer: Future[Any] = field(default_factory=Future)
 
+    @property
+    def run(self) -> int:
+        """The number of the run whose policy it is."""
+        return self.staged.run
+
 
 @dataclass(slots=True)
 class Rest:
@@ -112,6 +117,7 @@ class Rest:
 
     asleep: bool
     answer: Future[Any] = field(default_factory=Future)
+    run: int = 0  # an engine of several runs does not sleep
 
 
 @dataclass(slots=True)
@@ -127,6 +133,7 @@ class Peak:
     """The command for Engine.peak_memory of an engine with several shards."""
 
     answer: Future[Any] = field(default_factory=Future)
+    run: int = 0
 
 
 @dataclass(slots=True)
@@ -134,6 +141,7 @@ class Share:
     """The command for Engine.share_base."""
 
     answer: Future[Any] = field(default_factory=Future)
+    run: int = 0
 
 
 Command = Request | Load | Read | Peak | Rest | Share
@@ -161,12 +169,19 @@ class EngineSteps:
         return not self.backlog and not self.engine.has_unfinished_requests()
 
     def turn(self) -> None:
-        """Executes the commands that need not wait, then steps the engine once and answers finished requests."""
-        while self.backlog:
-            with self._nothing_ahead() if isinstance(self.backlog[0], Load) else nullcontext():
-                if not self._execute(self.backlog[0]):
-                    break
-            self.backlog.popleft()
+        """Executes the commands that need not wait, then steps the engine once and answers finished requests. Behind a
+        command that waits all others of its run wait, in their order."""
+        index, waiting = 0, set[int]()
+        while index < len(self.backlog):
+            command = self.backlog[index]
+            if command.run not in waiting:
+                with self._nothing_ahead() if isinstance(command, Load) else nullcontext():
+                    done = self._execute(command)
+                if done:
+                    del self.backlog[index]
+                    continue
+                waiting.add(command.run)
+            index += 1
         if self.engine.has_unfinished_requests():
             self._step()
 

@@ -14,6 +14,7 @@ from learner.main import Request, epilog, positive
 
 if TYPE_CHECKING:
     from cluster.config import Deadlines
+    from learner.config import RunConfig
     from learner.driver.memory import Cards
     from learner.driver.preflight import Prepared
     from learner.tools.sweep.runs import Sweep
@@ -90,7 +91,7 @@ def _run(asked: SweepRequest) -> int:
     from learner.driver import failure
     from learner.driver.memory import cards_of
     from learner.main import leave
-    from learner.tools.sweep.runs import check_keep, sweep_of
+    from learner.tools.sweep.runs import check_folder, sweep_of
     from rollout.data import model_files
 
     process.streams_are_commentary()
@@ -100,11 +101,10 @@ def _run(asked: SweepRequest) -> int:
             raise WrongInput("--assume-gpus: a sweep needs the cards themselves; give it with --dry-run")
         count = None if assumed is None else assumed.count
         sweep = sweep_of(asked.config, asked.overrides or (), zipped=asked.zip, cards=count)
-        if asked.keep is not None:
-            check_keep(sweep, asked.keep)
         first = sweep.configs[0]
+        check_folder(first.run_dir.parent)
         model_files.settle([first.model.path, first.model.reference, first.data.path, first.data.eval.path])
-        return _dry_run(sweep, assumed) if asked.dry_run else _train(sweep, asked.keep)
+        return _dry_run(sweep, asked.keep, assumed) if asked.dry_run else _train(sweep, asked.keep)
     except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
         raise KeyboardInterrupt from error
     except asyncio.CancelledError as error:
@@ -123,11 +123,11 @@ def _run(asked: SweepRequest) -> int:
         return code
 
 
-def _dry_run(sweep: "Sweep", cards: "Cards | None") -> int:
+def _dry_run(sweep: "Sweep", keep: int | None, cards: "Cards | None") -> int:
     from learner.driver.preflight import report
     from learner.tools.sweep.runs import told
 
-    prepared = _prepared(sweep, cards)
+    prepared = _prepared(sweep, keep, cards)
     print("\n".join(told(sweep)))
     print(report(prepared[0], cards))
     return 0
@@ -136,22 +136,49 @@ def _dry_run(sweep: "Sweep", cards: "Cards | None") -> int:
 def _train(sweep: "Sweep", keep: int | None) -> int:
     from cluster import files
     from learner.tools.sweep import drive
+    from learner.tools.sweep.runs import folder_of
 
     with ExitStack() as locks:
-        for config in sweep.configs:
-            locks.enter_context(files.lock_held(config.run_dir))
-        return asyncio.run(drive.run(sweep, _prepared(sweep), keep))
+        for folder in (folder_of(sweep), *(config.run_dir for config in sweep.configs)):
+            locks.enter_context(files.lock_held(folder))
+        return asyncio.run(drive.run(sweep, _prepared(sweep, keep), keep))
 
 
-def _prepared(sweep: "Sweep", cards: "Cards | None" = None) -> list["Prepared"]:
+def _prepared(sweep: "Sweep", keep: int | None, cards: "Cards | None" = None) -> list["Prepared"]:
     """All runs, checked. Raises WrongInput with a line for each mistake."""
     from learner.driver.failure import Findings
     from learner.driver.preflight import prepare
+    from learner.tools.sweep.runs import check_keep
 
     found = Findings()
     prepared = [found.of(prepare, _shared(config, len(sweep.runs)), cards) for config in sweep.configs]
     found.finish()
-    return [_patient(one, len(sweep.runs)) for one in prepared if one is not None]
+    runs = _planned([one for one in prepared if one is not None], sweep.configs, cards)
+    if keep is not None:
+        check_keep(runs, keep)
+    return [_patient(one, len(runs)) for one in runs]
+
+
+def _planned(runs: list["Prepared"], given: "list[RunConfig]", cards: "Cards | None") -> list["Prepared"]:
+    """The runs with one memory plan, for processes that are large enough for each of them. given: their configurations
+    as they were given. Raises WrongInput."""
+    from learner.driver.memory import cards_present, settle, size_for
+    from learner.tools.sweep.runs import largest
+    from rollout.data.model_files import CONFIG, read_json
+
+    asked = [one.rollout.max_num_seqs for one in given]
+    config = largest([one.config for one in runs], asked)
+    cards = cards or cards_present(config)
+    card = size_for(config, cards)
+    budgets = settle(config, read_json(config.model.source, CONFIG), card, None if cards is None else cards.kind)
+    chosen = {name: getattr(budgets.learner, name) for name in ("checkpointing", "token_budget")}
+    planned = []
+    for one, sequences in zip(runs, asked, strict=True):
+        own = replace(budgets, learner=one.config.learner.model_copy(update=chosen))
+        decoded = {"max_num_seqs": budgets.sequences if sequences == "auto" else sequences}
+        rollout = one.config.rollout.model_copy(update=decoded)
+        planned.append(replace(one, budgets=own, config=one.config.model_copy(update={"rollout": rollout})))
+    return planned
 
 
 def _shared(config: Any, runs: int) -> Any:

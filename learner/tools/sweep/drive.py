@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,13 +33,14 @@ from learner.driver.preflight import Prepared
 from learner.driver.record import closed
 from learner.driver.roles import ALLOCATOR, check_nodes, learner_started, make_trainers, started, worker_spec
 from learner.tools.sweep import FILE
-from learner.tools.sweep.runs import Named, Sweep, folder_of
+from learner.tools.sweep.runs import Named, Sweep, folder_of, rungs
 from learner.tools.sweep.table import ACCURACY, RowProgress, SweepProgress
 from learner.trainer.service import TrainerService
+from rewards.limits import NAME as OUTPUT
 from rollout.producer import Producer
 from rollout.service import RolloutService
 from rollout.vllm.environment import required_env
-from rollout.worker import RolloutWorkers
+from rollout.worker import RolloutWorkers, WorkerSpec
 
 log = logging.getLogger("learner")
 
@@ -82,14 +83,14 @@ class LearnerOfRun:
     """The learner as one run calls it: an Actor. The deadline of a call begins when it has its turn."""
 
     def __init__(self, actor: Actor[Any], run: int, turn: LearnerTurn) -> None:
-        self.name, self._actor, self._run, self._turn = actor.name, actor, run, turn
+        self.name, self._actor, self.run, self.turn = actor.name, actor, run, turn
 
     async def call(self, method: Any, deadline_s: float, /, *args: Any, **kwargs: Any) -> Any:
         """See Actor.call."""
         if method in AT_ONCE:
-            return await self._actor.call(method, deadline_s, self._run, *args, **kwargs)
-        async with self._turn.of(self._run):
-            return await self._actor.call(method, deadline_s, self._run, *args, **kwargs)
+            return await self._actor.call(method, deadline_s, self.run, *args, **kwargs)
+        async with self.turn.of(self.run):
+            return await self._actor.call(method, deadline_s, self.run, *args, **kwargs)
 
 
 class TurnOfRun(Turns):
@@ -122,8 +123,10 @@ class HooksOfRun(Hooks):
 class Member:
     """One run of the sweep.
 
-    prepared: what its next attempt starts from. state: waiting, running, done, stopped, dropped (by Halving) or failed.
-    error: why it has failed. stop: ends it after its step, with a checkpoint.
+    number: of its objects in the processes of an attempt. before: its evaluations, [step, accuracy], as an earlier
+    command has recorded them. prepared: what its next attempt starts from. state: waiting, running, done, stopped,
+    dropped (by Halving), failed or interrupted. error: why it has failed. stop: ends it after its step, with a
+    checkpoint.
     """
 
     number: int
@@ -135,6 +138,7 @@ class Member:
     state: str = "waiting"
     error: str = ""
     dropped: bool = False
+    before: list[tuple[int, float]] = field(default_factory=list)
     loop: Loop | None = None
 
     @property
@@ -142,63 +146,76 @@ class Member:
         """Whether the run has not ended."""
         return self.state in ("waiting", "running")
 
-    def accuracy(self, step: int) -> float | None:
-        """That of the first evaluation at this step or a later one; None before it."""
+    @property
+    def accuracies(self) -> list[tuple[int, float]]:
+        """[step, accuracy] of each evaluation so far."""
         found = [] if self.loop is None else self.loop.held_out.evaluations
-        return next((one.metrics.get(ACCURACY, 0.0) for one in found if one.step >= step), None)
+        return [(one.step, one.metrics.get(ACCURACY, 0.0)) for one in found] or self.before
+
+    def accuracy(self, step: int) -> float | None:
+        """That of the first evaluation at this step or a later one; of a run that has ended before, that of its last.
+        None if there is none yet."""
+        reached = next((score for at, score in self.accuracies if at >= step), None)
+        if reached is None and self.accuracies and not self.open:
+            return self.accuracies[-1][1]
+        return reached
 
 
 class Halving:
-    """Successive halving (Jamieson & Talwalkar 2016, 1502.07943): of the runs that are left at a rung, the better half
-    by held-out accuracy goes on, until `keep` are left. The rungs are a half, a quarter, an eighth ... of the steps, as
-    many as halvings are needed. The others end with a checkpoint.
+    """Successive halving (Jamieson & Talwalkar 2016, 1502.07943): of n runs the ceil(n / 2) that are best by held-out
+    accuracy go on at the first rung, ceil(n / 4) at the second, and so on, until `keep` are left. The rungs are a half,
+    a quarter, an eighth ... of the steps, as many as halvings are needed. The others end with a checkpoint.
 
     A rung is decided when each run that is left has been evaluated there; until then all go on, so that the decision
-    does not depend on which run was faster.
+    does not depend on which run was faster. A rung that was decided before the command was started again drops nobody.
     """
 
     def __init__(self, members: Sequence[Member], keep: int) -> None:
         self._members, self._keep = members, keep
-        steps = members[0].prepared.total_steps
-        halvings = max(0, math.ceil(math.log2(len(members) / keep)))
-        self._rungs = [steps >> (halvings - i) for i in range(halvings)]
+        self._rungs = rungs(len(members), keep, members[0].prepared.total_steps)
+        self._decided = 0
         for member in members:
             member.progress.evaluated = self.decide
 
     def decide(self) -> None:
-        """Decides each rung that all have reached."""
-        while self._rungs:
+        """Decides each rung that all have reached. To be called when a run was evaluated or has ended."""
+        while self._decided < len(self._rungs):
+            rung, stay = self._rungs[self._decided], math.ceil(len(self._members) / 2 ** (self._decided + 1))
             left = [member for member in self._members if member.state != "failed" and not member.dropped]
-            scores = {member.number: member.accuracy(self._rungs[0]) for member in left}
-            if None in scores.values():
+            scores = [(member.accuracy(rung), place) for place, member in enumerate(left)]
+            known = [(-score, place) for score, place in scores if score is not None]
+            if len(known) < len(left):
                 return
-            rung = self._rungs.pop(0)
-            best = sorted(left, key=lambda member: (-(scores[member.number] or 0.0), member.number))
-            for member in best[max(self._keep, math.ceil(len(left) / 2)) :]:
+            self._decided += 1
+            for score, place in sorted(known)[max(self._keep, stay) :]:
+                member = left[place]
                 member.dropped = True
                 member.stop.set()
-                member.progress.note(
-                    f"dropped after step {rung}: its accuracy of {scores[member.number]:.3f} is behind"
-                )
+                member.progress.note(f"dropped: its accuracy at step {rung}, {-score:.3f}, is behind")
 
 
 class Record:
     """sweep.json: the runs with what each was given and what has become of it, for people and for `gleaner report`.
-    Runs of an earlier command in the same folder stay in it."""
+    Runs of an earlier command in the same folder stay in it; `newest` names those of the newest command, and `ended`
+    says whether it came to its end.
+
+    ended: to be set before the last `write`.
+    """
 
     def __init__(self, folder: Path, members: Sequence[Member]) -> None:
-        self._file, self._members = folder / FILE, members
+        self._file, self._members, self.ended = folder / FILE, members, False
 
     def write(self) -> None:
         """Writes the file anew."""
         found = recorded(self._file.parent)
+        found |= {"newest": [member.named.name for member in self._members], "ended": self.ended}
         for member in self._members:
             found["runs"][member.named.name] = {
                 "given": dict(member.named.given),
                 "state": member.state,
                 "step": member.prepared.finished_steps if member.loop is None else member.loop.step,
                 "of": member.prepared.total_steps,
-                "evaluations": [] if member.loop is None else _accuracies(member.loop),
+                "evaluations": member.accuracies,
                 **({"error": member.error} if member.error else {}),
             }
         partial_file = self._file.with_suffix(".partial")
@@ -214,10 +231,6 @@ def recorded(folder: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {"runs": {}}
 
 
-def _accuracies(loop: Loop) -> list[tuple[int, Mapping[str, float]]]:
-    return [(one.step, one.metrics) for one in loop.held_out.evaluations]
-
-
 # The sweep.
 
 
@@ -229,9 +242,8 @@ async def run(sweep: Sweep, prepared: Sequence[Prepared], keep: int | None = Non
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         members = [_member(*each, progress) for each in zip(range(len(names)), sweep.runs, prepared, strict=True)]
         record = Record(folder_of(sweep), members)
-        if keep is not None:
-            _drop_again(members, folder_of(sweep))
-            Halving(members, keep)
+        _remember(members, folder_of(sweep), keeps=keep is not None)
+        halving = None if keep is None else Halving(members, keep)
         for note in dict.fromkeys((prepared[0].budgets.note, *(note for one in prepared for note in one.notes))):
             progress.note(note)
         record.write()
@@ -242,11 +254,14 @@ async def run(sweep: Sweep, prepared: Sequence[Prepared], keep: int | None = Non
             session = connect(config.cluster.address, cpus, stored, False)
             process.end_by_cancelling(launch.NOT_BEGUN)
             try:
-                await _attempts(members, session, progress, record)
+                await _attempts(members, Shared(session, progress, record, halving))
             finally:
                 process.end_unheard()
                 await session.close()
+                for member in members:
+                    member.state = "interrupted" if member.open else member.state
                 record.write()
+        record.ended = True
         record.write()
     _conclude(members, progress)
     return int(any(member.state == "failed" for member in members))
@@ -269,53 +284,81 @@ def _member(number: int, named: Named, prepared: Prepared, together: SweepProgre
     return member
 
 
-def _drop_again(members: Sequence[Member], folder: Path) -> None:
-    """Leaves out the runs that an earlier start of the same command has dropped."""
+def _remember(members: Sequence[Member], folder: Path, *, keeps: bool) -> None:
+    """Takes the evaluations that earlier commands have recorded. keeps: leaves out the runs that were dropped."""
     before = recorded(folder)["runs"]
     for member in members:
-        if before.get(member.named.name, {}).get("state") == "dropped":
+        told = before.get(member.named.name, {})
+        member.before = [(step, score) for step, score in told.get("evaluations", [])]
+        if keeps and told.get("state") == "dropped":
             member.dropped, member.state = True, "dropped"
 
 
-async def _attempts(members: Sequence[Member], session: Session, progress: SweepProgress, record: Record) -> None:
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all runs share beside their processes."""
+
+    session: Session
+    progress: SweepProgress
+    record: Record
+    halving: Halving | None
+
+    def ended(self) -> None:
+        """To be called when a run has ended. A disk that takes no record is no reason to end the others."""
+        if self.halving is not None:
+            self.halving.decide()
+        try:
+            self.record.write()
+        except OSError as error:
+            log.warning("%s: %s", FILE, sentence_of(error))
+
+
+async def _attempts(members: Sequence[Member], shared: Shared) -> None:
     """Attempts until no run is open. A lost learner is lost for all runs: they begin again together, each from its
     newest checkpoint, with fresh processes, since an engine takes no earlier policy than it has served."""
     left = max(RESTARTS, *(member.prepared.config.learner.restarts for member in members))
-    while True:
-        try:
-            await _attempt(members, session, progress, record)
-            return
-        except* (LearnerLost, ValueLost) as lost:
-            if left == 0 or any(member.stop.is_set() and not member.dropped for member in members):
-                raise
-            left -= 1
-            progress.note(f"{sentence_of(first_of(lost))}; all runs go on from their checkpoints, with fresh processes")
-        for member in members:
-            if member.open:
-                member.prepared, member.state = launch.from_newest(member.prepared), "waiting"
-        await session.release()
+    stop = asyncio.Event()
+    stopping = asyncio.create_task(_all_stop(stop, members))
+    try:
+        while True:
+            try:
+                await _attempt([member for member in members if member.open], shared, stop)
+                return
+            except* (LearnerLost, ValueLost) as lost:
+                if left == 0 or stop.is_set():
+                    raise
+                left -= 1
+                said = sentence_of(first_of(lost))
+                shared.progress.note(f"{said}; all runs go on from their checkpoints, with fresh processes")
+            for member in members:
+                if member.open:
+                    member.prepared, member.state = launch.from_newest(member.prepared), "waiting"
+            await shared.session.release()
+    finally:
+        stopping.cancel()
 
 
-async def _attempt(members: Sequence[Member], session: Session, progress: SweepProgress, record: Record) -> None:
-    """Starts the processes, and runs each run that is open to its end. Raises what ends all of them."""
-    open_ones = [member for member in members if member.open]
+async def _attempt(members: Sequence[Member], shared: Shared, stop: asyncio.Event) -> None:
+    """Starts the processes, and runs each run to its end. Raises what ends all of them."""
+    for number, member in enumerate(members):
+        member.number = number
+    session, progress = shared.session, shared.progress
     generators, learner = await session.ray_processes.beside(_start(members, session, progress))
-    turn, stop = LearnerTurn(), asyncio.Event()
+    turn = LearnerTurn()
     process.end_by_stopping(stop, progress.note)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(_run_of(member, generators, learner, turn, session, record)) for member in open_ones
+                tasks.create_task(_run_of(member, generators, LearnerOfRun(learner, member.number, turn), shared))
+                for member in members
             ]
-            stopping = tasks.create_task(_all_stop(stop, members))
             lost = next(filter(None, await asyncio.gather(*running)), None)
-            stopping.cancel()
             process.end_unheard()
         if lost is not None:
             raise lost
     finally:
-        shared = [generator.of_run(member.number) for member in members for generator in generators]
-        await launch.close_all(shared)
+        ends = [generator.of_run(member.number) for member in members for generator in generators]
+        await launch.close_all(ends)
 
 
 async def _all_stop(stop: asyncio.Event, members: Sequence[Member]) -> None:
@@ -335,9 +378,7 @@ async def _start(
         progress.note(line)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
     generators = [
-        session.spawn(
-            role, RolloutWorkers, [[worker_spec(p.config, rank, p.budgets, steps=p.total_steps) for p in prepared]], env
-        )
+        session.spawn(role, RolloutWorkers, [[_spec(p, rank, len(prepared)) for p in prepared]], env)
         for rank, role in enumerate(generator_roles(config))
     ]
     overlap = config.cluster.gpus.learner == 0
@@ -356,36 +397,22 @@ async def _start(
     return [SharedProcess(generator) for generator in generators], learner
 
 
+def _spec(prepared: Prepared, rank: int, runs: int) -> WorkerSpec:
+    """What one run's part of a generator is built from. All runs share the requests that a judge may get, and a file
+    for what reward functions print, since they share the processes of these."""
+    spec = worker_spec(prepared.config, rank, prepared.budgets, steps=prepared.total_steps)
+    judged = replace(spec.judged, share=spec.judged.share / runs)
+    return replace(spec, judged=judged, printed=prepared.config.run_dir.parent / OUTPUT)
+
+
 async def _run_of(
-    member: Member,
-    generators: Sequence[SharedProcess],
-    learner: Actor[Any],
-    turn: LearnerTurn,
-    session: Session,
-    record: Record,
+    member: Member, generators: Sequence[SharedProcess], learner: LearnerOfRun, shared: Shared
 ) -> ClusterLost | None:
     """Runs one run to its end, and keeps how it ended. Raises the loss of the learner, which ends this attempt of all
     runs. That of Ray is returned: each run notices it, and has a few seconds for a checkpoint."""
-    prepared, number = member.prepared, member.number
-    config = prepared.config
-    trainer = WatchedLearner(LearnerOfRun(learner, number, turn), config.cluster.deadlines.heartbeat)
-    own = [cast("RevivableActor[RolloutService]", generator.of_run(number)) for generator in generators]
-    sinks = launch.sinks_of(prepared, member.progress, member.phases)
-    process.streams_kept_in(config.run_dir.parent / process.CONSOLE)
-    member.state = "running"
+    own = [cast("RevivableActor[RolloutService]", generator.of_run(member.number)) for generator in generators]
     try:
-        with closed(sinks):
-            if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
-                longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
-                await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
-            inputs = replace(launch.inputs_of(prepared, False), hooks=HooksOfRun(turn, number))
-            member.loop, _ = launch.wire(inputs, own, trainer, sinks)
-            member.loop.stop = member.stop
-            await member.loop.run(prepared.resume_from, session.ray_processes.watch())
-        finished = member.loop.step >= prepared.total_steps or not member.stop.is_set()
-        _ended(member, "dropped" if member.dropped else "done" if finished else "stopped")
-        member.phases.split(sinks.timeline, "end")
-        member.phases.record(config.run_dir, resumed=prepared.resume_from is not None)
+        await _train(member, own, learner, shared.session)
     except (Exception, BaseExceptionGroup) as error:
         cause = first_of(error)
         if isinstance(cause, LearnerLost | ValueLost):
@@ -397,12 +424,33 @@ async def _run_of(
             log.error("%s: %s", member.named.name, tell(cause)[0])
         _ended(member, "failed")
         member.progress.note(f"failed, and the other runs go on: {member.error}")
-    else:
-        for advised in member.loop.metrics.signal.advice():
-            member.progress.note(f"advice: {advised}")
-    record.write()
+    shared.ended()
     await launch.close_all(own)
     return None
+
+
+async def _train(
+    member: Member, generators: Sequence[RevivableActor[RolloutService]], learner: LearnerOfRun, session: Session
+) -> None:
+    prepared, config = member.prepared, member.prepared.config
+    trainer = WatchedLearner(learner, config.cluster.deadlines.heartbeat)
+    sinks = launch.sinks_of(prepared, member.progress, member.phases)
+    process.streams_kept_in(config.run_dir.parent / process.CONSOLE)
+    member.state = "running"
+    with closed(sinks):
+        if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
+            longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
+            await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
+        inputs = replace(launch.inputs_of(prepared, False), hooks=HooksOfRun(learner.turn, learner.run))
+        member.loop, _ = launch.wire(inputs, generators, trainer, sinks)
+        member.loop.stop = member.stop
+        await member.loop.run(prepared.resume_from, session.ray_processes.watch())
+    finished = member.loop.step >= prepared.total_steps or not member.stop.is_set()
+    _ended(member, "dropped" if member.dropped else "done" if finished else "stopped")
+    member.phases.split(sinks.timeline, "end")
+    member.phases.record(config.run_dir, resumed=prepared.resume_from is not None)
+    for advised in member.loop.metrics.signal.advice():
+        member.progress.note(f"advice: {advised}")
 
 
 def _ended(member: Member, state: str) -> None:
@@ -413,19 +461,8 @@ def _ended(member: Member, state: str) -> None:
 
 def _conclude(members: Sequence[Member], progress: SweepProgress) -> None:
     """Prints what has become of each run, the best held-out score first."""
-    told = sorted(members, key=lambda member: -(_last(member) or 0.0))
-    for member in told:
-        before, after = _first(member), _last(member)
-        scores = "" if before is None or after is None else f"  accuracy {before:.3f} -> {after:.3f}"
+    for member in sorted(members, key=lambda member: -(member.accuracies[-1][1] if member.accuracies else 0.0)):
+        found = member.accuracies
+        scores = f"  accuracy {found[0][1]:.3f} -> {found[-1][1]:.3f}" if found else ""
         why = f"  {member.error}" if member.error else ""
         progress.note(f"{member.state:8} {member.prepared.config.run_dir}{scores}{why}")
-
-
-def _first(member: Member) -> float | None:
-    found = [] if member.loop is None else member.loop.held_out.evaluations
-    return found[0].metrics.get(ACCURACY) if found else None
-
-
-def _last(member: Member) -> float | None:
-    found = [] if member.loop is None else member.loop.held_out.evaluations
-    return found[-1].metrics.get(ACCURACY) if found else None

@@ -4,37 +4,42 @@ generator and a learner.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import WrongInput
+from cluster.telemetry import METRICS_FILE
 from cluster.trackers import dotted
 from learner.config import RunConfig
 from learner.config.load import load_config
 from learner.config.rule import Rule
 from learner.driver.failure import Findings
+from learner.driver.preflight import Prepared
 from rewards.config import adapters_of
 
 MOST_RUNS = 64
 CHARACTERS = re.compile(r"[^A-Za-z0-9._]+")  # that the name of a folder is not made of
 LONGEST_NAME = 120
-OPEN, CLOSED, QUOTES = "[{(", "]})", "'\""
+OPEN, CLOSED, QUOTES, BEGINS = "[{(", "]})", "'\"", "[{(,:"
 
 # Keys that decide what the processes are; of a section, all of its keys.
 SAME = (
     "output_dir", "name", "model", "memory", "cluster", "trackers", "rollout.workers", "rollout.kv_cache",
     "rollout.kv_cache_dtype", "rollout.in_flight", "rollout.routing_replay", "rollout.structured_outputs",
     "rollout.process_memory", "learner.mode", "learner.push", "learner.reduce", "learner.restarts",
-    "learner.lora.targets", "learner.checkpointing", "learner.token_budget",
+    "learner.lora.targets", "learner.checkpointing", "learner.token_budget", "learner.optimizer.kind",
 )  # fmt: skip
 # Keys whose largest value the processes are made for.
 LARGEST = (
     "learner.lora.rank", "rollout.max_prompt_length", "rollout.max_completion_length", "rollout.max_num_seqs",
-    "rollout.num_generations", "learner.groups_per_step", "max_staleness",
+    "rollout.num_generations", "learner.groups_per_step", "max_staleness", "data.teacher.max_prompt_length",
 )  # fmt: skip
+OF_ROLLOUT = ("max_prompt_length", "max_completion_length", "num_generations")
 IN_ONE_PROCESS = {"wandb", "trackio", "prometheus"}  # trackers that have one run in a process
 
 RULES = (
@@ -106,10 +111,12 @@ def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False, cards
     several, common = {}, []
     for word in overrides:
         key, equals, text = word.removeprefix("--").partition("=")
-        values = list(_split(text)) if equals else []
+        values = _split(key, text) if equals else []
         if len(values) > 1:
             if key in several:
                 raise WrongInput(f"{key}: is given twice; write all its values behind one =")
+            if twice := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
+                raise WrongInput(f"{key}: must have different values, got {twice[0][:40]} twice; leave one out")
             several[key] = values
         else:
             common.append(word)
@@ -127,24 +134,30 @@ def sweep_of(file: str, overrides: Sequence[str], *, zipped: bool = False, cards
     return Sweep(tuple(map(Named, names, runs, placed)))
 
 
-def _split(text: str) -> Iterator[str]:
-    """The parts of a text between commas that stand in no bracket and no quotes."""
-    depth, quote, part = 0, "", ""
+def _split(key: str, text: str) -> list[str]:
+    """The parts of a text between commas that stand in no bracket and no quotes. A quote opens where a value begins, so
+    that an apostrophe inside of a word is none. Raises WrongInput for a bracket or quote that is not closed."""
+    parts, depth, quote, escaped = [""], 0, "", False
     for character in text:
+        before = parts[-1].rstrip()[-1:]
         if quote:
-            quote = "" if character == quote else quote
-        elif character in QUOTES:
+            ends = character == quote and not escaped
+            escaped = quote == '"' and character == "\\" and not escaped
+            quote = "" if ends else quote
+        elif character in QUOTES and before in ("", *BEGINS):
             quote = character
         elif character in OPEN:
             depth += 1
         elif character in CLOSED:
-            depth -= 1
+            depth = max(0, depth - 1)
         elif character == "," and depth == 0:
-            yield part.strip()
-            part = ""
+            parts.append("")
             continue
-        part += character
-    yield part.strip()
+        parts[-1] += character
+    if quote or depth:
+        what = f"a quote {quote}" if quote else "a bracket"
+        raise WrongInput(f"{key}: {what} is not closed, got {text[:80]}; close it")
+    return [part.strip() for part in parts]
 
 
 def _combined(several: Mapping[str, Sequence[str]], *, zipped: bool) -> Iterator[dict[str, str]]:
@@ -165,8 +178,16 @@ def _names(runs: Sequence[Mapping[str, str]]) -> list[str]:
     ends = [key.rpartition(".")[2] for key in runs[0]]
     short = {key: end if ends.count(end) == 1 else key for key, end in zip(runs[0], ends, strict=True)}
     plain = ["_".join(f"{short[key]}-{_plain(value)}" for key, value in given.items()) for given in runs]
-    plain = [name[:LONGEST_NAME] for name in plain]
-    return [name if plain.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(plain)]
+    short_enough = [name[:LONGEST_NAME] for name in plain]
+    return [
+        name if short_enough.count(name) == 1 else f"{name}-{_digest(given)}"
+        for name, given in zip(short_enough, runs, strict=True)
+    ]
+
+
+def _digest(given: Mapping[str, str]) -> str:
+    """A text that other values give another of: of names that characters or their length would make equal."""
+    return hashlib.sha256(repr(sorted(given.items())).encode()).hexdigest()[:8]
 
 
 def _plain(value: str) -> str:
@@ -205,15 +226,66 @@ def _kind(key: str) -> str:
     return "free"
 
 
-def check_keep(sweep: Sweep, keep: int) -> None:
-    """Raises WrongInput unless runs of the sweep can be dropped until `keep` are left."""
-    configs = sweep.configs
-    if keep >= len(configs):
-        raise WrongInput(f"--keep: must be less than the {len(configs)} runs of the sweep, got {keep}; leave it out")
-    if any(config.data.eval.every == 0 for config in configs):
-        raise WrongInput("--keep: needs held-out problems, by which runs are compared; set data.eval.every")
-    if len({(config.steps, config.epochs) for config in configs}) > 1:
-        raise WrongInput("--keep: compares runs at the same steps; give all runs the same steps or epochs")
+def largest(configs: Sequence[RunConfig], sequences: Sequence[int | str]) -> RunConfig:
+    """The first configuration with the largest values that any has of the keys that decide memory (LARGEST).
+    sequences: rollout.max_num_seqs of each as it was given."""
+    first, rollouts = configs[0], [config.rollout for config in configs]
+    fixed = [one for one in sequences if isinstance(one, int)]
+    rollout = first.rollout.model_copy(
+        update={
+            **{name: max(getattr(one, name) for one in rollouts) for name in OF_ROLLOUT},
+            "max_num_seqs": max(fixed) if len(fixed) == len(rollouts) else "auto",
+        }
+    )
+    learner = first.learner.model_copy(
+        update={
+            "lora": max((config.learner.lora for config in configs), key=lambda lora: lora.rank),
+            "groups_per_step": max(config.learner.groups_per_step for config in configs),
+        }
+    )
+    data = first.data.model_copy(
+        update={"teacher": max((config.data.teacher for config in configs), key=lambda teacher: teacher.longest or 0)}
+    )
+    staleness = max(config.max_staleness for config in configs)
+    return first.model_copy(update={"rollout": rollout, "learner": learner, "data": data, "max_staleness": staleness})
+
+
+def check_folder(folder: Path) -> None:
+    """Raises WrongInput if the folder of a sweep is that of a run."""
+    if there := next((name for name in ("config.yaml", METRICS_FILE, "checkpoints") if (folder / name).exists()), None):
+        raise WrongInput(
+            f"name: {folder} holds {there}, so it is the folder of a run, and a sweep's holds those of its runs; give "
+            "another name="
+        )
+
+
+def check_keep(runs: Sequence[Prepared], keep: int) -> None:
+    """Raises WrongInput unless runs can be dropped until `keep` are left."""
+    if keep >= len(runs):
+        raise WrongInput(f"--keep: must be less than the {len(runs)} runs of the sweep, got {keep}; leave it out")
+    steps, every = ({get(one) for one in runs} for get in (_steps_of, _every_of))
+    if len(steps) > 1:
+        raise WrongInput(f"--keep: compares runs at the same steps, and these have {sorted(steps)}; give all as many")
+    first = rungs(len(runs), keep, min(steps))[0]
+    if not all(0 < one <= first for one in every):
+        raise WrongInput(
+            f"--keep: compares {len(runs)} runs of {min(steps)} steps at step {first} first, so data.eval.every must "
+            f"be from 1 to {first}, got {', '.join(map(str, sorted(every)))}; set it, or raise steps"
+        )
+
+
+def _steps_of(one: Prepared) -> int:
+    return one.total_steps
+
+
+def _every_of(one: Prepared) -> int:
+    return one.config.data.eval.every
+
+
+def rungs(runs: int, keep: int, steps: int) -> list[int]:
+    """The steps at which a half of the runs is dropped, until `keep` are left: ..., steps / 4, steps / 2."""
+    halvings = math.ceil(math.log2(runs / keep))
+    return [steps >> (halvings - i) for i in range(halvings)]
 
 
 def told(sweep: Sweep) -> list[str]:

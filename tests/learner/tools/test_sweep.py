@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.errors import WrongInput
 from learner.config.settings import NAME
 from learner.tools.sweep.drive import Halving, LearnerTurn, Member, recorded
 from learner.tools.sweep.report import over_seeds, read_members, settings_of, write_report
-from learner.tools.sweep.runs import _split, check_keep, sweep_of
+from learner.tools.sweep.runs import _split, check_folder, check_keep, largest, sweep_of
 
 TREE: dict[str, Any] = {
     "name": "try-{seed}", "output_dir": "out", "model": {"path": "somewhere"}, "data": {"path": "rg:chain_sum"},
@@ -62,11 +62,38 @@ def test_lists_and_texts_with_commas_are_one_value(file: str) -> None:
 
 @given(st.lists(st.text(alphabet="ab1.e-_", min_size=1, max_size=6), min_size=1, max_size=5))
 def test_values_are_those_between_commas(values: list[str]) -> None:
-    assert [*_split(",".join(values))] == values
-    assert [*_split("[" + ",".join(values) + "]")] == ["[" + ",".join(values) + "]"]
+    assert _split("key", ",".join(values)) == values
+    assert _split("key", "[" + ",".join(values) + "]") == ["[" + ",".join(values) + "]"]
 
 
-@given(st.lists(st.text(min_size=1, max_size=200).filter(lambda text: "," not in text), min_size=2, max_size=4))
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=4))
+def test_texts_as_json_are_values_whatever_is_in_them(values: list[str]) -> None:
+    words = [json.dumps(value, ensure_ascii=False) for value in values]
+    assert _split("key", ",".join(words)) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("Don't hurry,Be brief", ["Don't hurry", "Be brief"]),
+        ("a),b", ["a)", "b"]),
+        ("[{use: 'a,b'}],[c]", ["[{use: 'a,b'}]", "[c]"]),
+        (r'"say \"yes, sir\"",no', [r'"say \"yes, sir\""', "no"]),
+    ],
+)
+def test_quotes_and_brackets(text: str, values: list[str]) -> None:
+    assert _split("key", text) == values
+
+
+@pytest.mark.parametrize("text", ["'a,b", "[a,b", r'"a\",b'])
+def test_what_is_not_closed_is_refused(text: str) -> None:
+    with pytest.raises(WrongInput, match="key: a .* is not closed"):
+        _split("key", text)
+
+
+@given(st.lists(st.text(min_size=1, max_size=200), min_size=2, max_size=4, unique=True))
+@example(["a+", "a", "a-1"])
+@example(["x" * 150, "x" * 151])
 def test_each_run_has_a_name_of_its_own_that_a_folder_can_have(values: list[str]) -> None:
     from learner.tools.sweep.runs import _names
 
@@ -80,6 +107,8 @@ def test_each_run_has_a_name_of_its_own_that_a_folder_can_have(values: list[str]
     [
         (["seed=1"], "sweep: needs a key with several values"),
         (["seed=0,1", "seed=2,3"], "seed: is given twice"),
+        (["seed=1,2,1"], "seed: must have different values, got 1 twice"),
+        (["learner.optimizer.kind=adamw,adamw_8bit"], "learner.optimizer.kind: must be the same in all runs"),
         (["seed=0,1", "learner.push=merged"], "a sweep trains adapters on one base"),
         (["seed=0,1", "learner.mode=full", "model.dtype=float32"], "a sweep trains adapters on one base"),
         (["seed=0,1", "learner.algorithm=ppo"], "a sweep trains adapters on one base"),
@@ -128,50 +157,94 @@ async def test_a_turn_of_the_learner_is_whole_and_first_come_first_served() -> N
 def members_of(scores: Sequence[Sequence[tuple[int, float]]], steps: int = 16) -> list[Member]:
     """Members with evaluations [(step, accuracy)], without processes."""
 
-    def one(number: int, evaluations: Sequence[tuple[int, float]]) -> Member:
-        found = [SimpleNamespace(step=step, metrics={"eval/accuracy": score}) for step, score in evaluations]
+    def one(number: int) -> Member:
         progress = SimpleNamespace(evaluated=None, note=lambda text: None)
         prepared: Any = SimpleNamespace(total_steps=steps)
         member = Member(number, cast(Any, None), prepared, cast(Any, progress), phases=cast(Any, None))
-        member.loop = cast(Any, SimpleNamespace(held_out=SimpleNamespace(evaluations=found)))
+        member.state = "running"
         return member
 
-    return [one(number, evaluations) for number, evaluations in enumerate(scores)]
+    members = [one(number) for number in range(len(scores))]
+    for member, evaluations in zip(members, scores, strict=True):
+        member.before = [*evaluations]
+    return members
+
+
+def dropped(members: Sequence[Member]) -> list[int]:
+    assert [member.dropped for member in members] == [member.stop.is_set() for member in members]
+    return [member.number for member in members if member.dropped]
 
 
 def test_the_better_half_goes_on_at_each_rung_once_all_have_reached_it() -> None:
-    members = members_of([[(0, 0.1), (4, 0.2)], [(4, 0.5)], [(4, 0.3)], [(4, 0.2)]])
-    behind = members[3].loop
-    assert behind is not None
-    behind.held_out.evaluations = []
+    members = members_of([[(0, 0.1), (4, 0.2)], [(4, 0.5)], [(4, 0.3)], [(0, 0.9)]])
     halving = Halving(members, keep=1)
     halving.decide()
-    assert not any(member.dropped for member in members), "one run is not there yet"
-    behind.held_out.evaluations = cast(Any, [SimpleNamespace(step=5, metrics={"eval/accuracy": 0.2})])
+    assert dropped(members) == [], "one run is not there yet"
+    members[3].before.append((5, 0.2))
     halving.decide()
-    assert [member.dropped for member in members] == [True, False, False, True]
-    assert [member.stop.is_set() for member in members] == [True, False, False, True]
-    for member, score in zip(members[1:3], (0.4, 0.6), strict=True):
-        assert member.loop is not None
-        member.loop.held_out.evaluations.append(cast(Any, SimpleNamespace(step=8, metrics={"eval/accuracy": score})))
+    assert dropped(members) == [0, 3]
+    members[1].before.append((8, 0.4))
+    members[2].before.append((8, 0.6))
     halving.decide()
-    assert [member.dropped for member in members] == [True, True, False, True]
+    assert dropped(members) == [0, 1, 3]
 
 
-def test_halving_keeps_as_many_as_asked_for_and_failed_runs_do_not_count() -> None:
-    members = members_of([[(8, 0.1)], [(8, 0.2)], [(8, 0.3)], [(8, 0.4)]])
+def test_rungs_that_were_decided_before_a_new_start_drop_nobody_again() -> None:
+    members = members_of([[(4, 0.2)], [(4, 0.5)], [(4, 0.3)], [(4, 0.2)]])
+    for member in (members[0], members[3]):  # as _remember does
+        member.dropped, member.state = True, "dropped"
+        member.stop.set()
+    halving = Halving(members, keep=1)
+    halving.decide()
+    assert dropped(members) == [0, 3]
+    members[1].before.append((8, 0.4))
+    members[2].before.append((8, 0.6))
+    halving.decide()
+    assert dropped(members) == [0, 1, 3]
+
+
+def test_runs_that_have_ended_hold_up_nobody() -> None:
+    members = members_of([[(2, 0.9)], [(8, 0.2)], [(8, 0.3)], []])
+    members[0].state = "done"  # by early_stop, before the rung
+    halving = Halving(members, keep=2)
+    halving.decide()
+    assert dropped(members) == []
     members[3].state = "failed"
-    Halving(members, keep=2).decide()
-    assert [member.dropped for member in members] == [True, False, False, False]
+    halving.decide()
+    assert dropped(members) == [1]
 
 
-def test_what_keep_needs_is_said(file: str) -> None:
+def prepared_of(count: int, steps: int, every: int) -> Any:
+    config = SimpleNamespace(data=SimpleNamespace(eval=SimpleNamespace(every=every)))
+    return [SimpleNamespace(total_steps=steps, config=config) for _ in range(count)]
+
+
+def test_what_keep_needs_is_said() -> None:
+    check_keep(prepared_of(8, 16, 2), 1)
     with pytest.raises(WrongInput, match="--keep: must be less than the 2 runs"):
-        check_keep(sweep_of(file, ["seed=0,1"]), 2)
-    with pytest.raises(WrongInput, match="set data.eval.every"):
-        check_keep(sweep_of(file, ["seed=0,1", "data.eval.every=0"]), 1)
-    with pytest.raises(WrongInput, match="the same steps or epochs"):
-        check_keep(sweep_of(file, ["steps=5,6"]), 1)
+        check_keep(prepared_of(2, 16, 2), 2)
+    for steps, every in ((16, 0), (16, 3), (6, 1)):
+        with pytest.raises(WrongInput, match="--keep: compares 8 runs of .* data.eval.every must be"):
+            check_keep(prepared_of(8, steps, every), 1)
+    with pytest.raises(WrongInput, match=r"--keep: compares runs at the same steps, and these have \[16, 20\]"):
+        check_keep([*prepared_of(1, 16, 2), *prepared_of(1, 20, 2)], 1)
+
+
+def test_a_run_s_folder_is_no_sweep_s(tmp_path: Path) -> None:
+    check_folder(tmp_path / "fresh")
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(WrongInput, match="holds config.yaml, so it is the folder of a run"):
+        check_folder(tmp_path)
+
+
+def test_processes_are_made_for_the_largest_whatever_the_order(file: str) -> None:
+    words = ["learner.lora.rank=8,64", "rollout.max_completion_length=512,128", "max_staleness=0,1"]
+    sweep = sweep_of(file, words, zipped=True)
+    for configs in (sweep.configs, sweep.configs[::-1]):
+        found = largest(configs, ["auto", "auto"])
+        assert (found.learner.lora.rank, found.rollout.max_completion_length, found.max_staleness) == (64, 512, 1)
+        assert found.rollout.max_num_seqs == "auto"
+        assert largest(configs, [16, 32]).rollout.max_num_seqs == 32
 
 
 def written(folder: Path, name: str, given: dict[str, str], accuracies: Sequence[float]) -> None:

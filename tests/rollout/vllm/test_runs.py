@@ -60,6 +60,18 @@ def test_runs_share_an_engine_and_nothing_else(case: EngineCase) -> None:
             await second.load_adapter(dataclasses.replace(other, version=version))
         (again,) = await first.generate(PROMPT, Sampling(n=1, max_tokens=8, seed=3))
         case.check(again, PROMPT, 0)
+        # A policy of one run that waits for room holds up nothing of the other's.
+        under_way = [asyncio.create_task(first.generate(PROMPT, Sampling(n=8, max_tokens=390, seed=1)))]
+        for version in (1, 2):
+            await asyncio.sleep(0.02)  # the request before is in the engine, so its version is in use
+            await first.load_adapter(dataclasses.replace(adapters[0], version=version))
+            under_way.append(asyncio.create_task(first.generate(PROMPT, Sampling(n=8, max_tokens=390, seed=1))))
+        await asyncio.sleep(0.02)
+        waits = asyncio.create_task(first.load_adapter(dataclasses.replace(adapters[0], version=3)))
+        await asyncio.sleep(0)
+        await second.generate(PROMPT, Sampling(n=1, max_tokens=4, seed=3))
+        assert not waits.done(), "all three versions of the window are in use"
+        await asyncio.gather(waits, *under_way)
         await first.close()
         (still,) = await second.generate(PROMPT, Sampling(n=1, max_tokens=8, seed=3))
         assert still.versions.tolist() == [4] * len(still.token_ids)
