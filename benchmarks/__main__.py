@@ -63,6 +63,10 @@ CASES = (
     Case("self_distillation", "SmolLM2 (`make smollm2`) taught by itself behind a privileged prompt",
          "system.self_distillation", "self_distillation"),
     Case("sweep", "seconds of a run's step and memory of several runs side by side", "system.sweep", "sweep"),
+    Case("curriculum", "steps to a held-out accuracy with and without data.curriculum, on a pool of which two thirds "
+         "teach nothing", "system.curriculum", "curriculum"),
+    Case("curriculum_8", "the same with 8 groups a step, as the demo has, and twice the pool",
+         "system.curriculum --groups 8 --each 16 --name curriculum_8", "curriculum_8"),
     Case("trl_2048", "TRL's own Game2048Env through a run; wants its path",
          "system.foreign_environments --steps 3 trl_2048", "trl_2048"),
     Case("glossary", "verifiers' own glossary through a run; wants an interpreter with it",

@@ -96,6 +96,9 @@ OF_ITS_PATH = ("split", "args")
 OF_HELD_OUT = ("path", "split")
 
 
+OWN_ROLLOUTS = "own"  # data.curriculum: by the rollouts of this run
+
+
 class TeacherConfig(Frozen):
     """A privileged prompt: what a teacher on the policy's base (`learner.algorithm: distill`, or `learner.loss.beta`
     beside rewards) is given in place of the prompt, such as the answer, an example or a hint, which the policy never
@@ -149,7 +152,11 @@ class DataConfig(Frozen):
     overlong: Literal["fail", "drop"] = "fail"
     """Prompts above `rollout.max_prompt_length`: refuse the run, or leave them out; they are never cut."""
     shuffle: bool = True
-    """Each epoch in another order, by `seed`. `false`: in the order of the source, for a curriculum."""
+    """Each epoch in another order, by `seed`. `false`: in the order of the source, for a curriculum of your own."""
+    curriculum: Annotated[str, Field(min_length=1)] | None = None
+    """Draw problems more often whose completions differ in score, and those seldom that are never or always solved:
+    `own`, by this run's rollouts so far, anew at each epoch's start; or another run's folder, to begin with its
+    rollouts. Set it where `reward/zero_variance_groups` is most of a batch. null: each problem once an epoch."""
     eval: EvalConfig = EvalConfig()
     teacher: TeacherConfig = TeacherConfig()
 

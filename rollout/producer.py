@@ -19,9 +19,10 @@ to hold. The position of each such group is issued again at once.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +35,7 @@ from cluster.actor import ActorDied, DeadlineExceeded, RevivableActor, StartFail
 from cluster.buffer import Buffer, GroupSlot, PolicySlot
 from cluster.config import Deadlines
 from cluster.telemetry import Timeline
-from rollout.data.problems import Cursor
+from rollout.data.curriculum import Curriculum
 from rollout.delivery import (
     Answer,
     Evidence,
@@ -368,6 +369,56 @@ class SupervisedWorker:
                 log.warning("%s; the other generators go on, and it is tried again", late)
 
 
+class Cursor:
+    """Hands out positions of the stream in order, and lost positions again.
+
+    The state is a low-water mark, `low`, below which every position is done, and the set of positions done above it. It
+    is saved with the weights in each checkpoint, so that a run which is resumed trains on each problem exactly once.
+    """
+
+    def __init__(self) -> None:
+        self.restore(0, ())
+
+    def restore(self, low: int, done: Iterable[int]) -> None:
+        """Continues from a saved state: every position that is not done in it will be issued again."""
+        self.low = low
+        self._done = set(done)
+        self._next = low
+        self._again: list[tuple[int, int]] = []  # heap of (position, attempt)
+
+    def issue(self) -> tuple[int, int]:
+        """The next (position, attempt): lost and dropped positions come before new ones of the stream."""
+        if self._again:
+            return heapq.heappop(self._again)
+        self._next = max(self._next, self.low)  # `finish` may raise `low` beyond _next, over restored positions
+        while self._next in self._done:
+            self._next += 1
+        self._next += 1
+        return self._next - 1, 0
+
+    def again(self, position: int, attempt: int) -> None:
+        """Has the position issued once more, as the next attempt, since this attempt was lost or dropped."""
+        heapq.heappush(self._again, (position, attempt + 1))
+
+    def finish(self, position: int) -> None:
+        """Marks a position as done, since the learner has consumed its group. Raises ValueError if it was done."""
+        if position < self.low or position in self._done:
+            raise ValueError(f"cursor: position {position} was consumed twice")
+        self._done.add(position)
+        while self.low in self._done:
+            self._done.remove(self.low)
+            self.low += 1
+
+    @property
+    def consumed(self) -> int:
+        """How many positions the learner has consumed."""
+        return self.low + len(self._done)
+
+    def state(self) -> dict[str, object]:
+        """The arguments for `restore`, as values that JSON can hold."""
+        return {"low": self.low, "done": sorted(self._done)}
+
+
 # The run ends when more groups of one position of the stream than this were lost. A generator that dies loses all
 # groups that it was generating, so a single loss does not prove that the problem is to blame.
 MAX_LOSSES = 5
@@ -387,7 +438,8 @@ class ProblemStream(Protocol):
 class Pipes:
     """What all producers of a run share: the stream of problems, Buffer and PolicySlot.
 
-    losses: position -> how many groups of this position were lost with their generator.
+    losses: position -> how many groups of this position were lost with their generator. curriculum: the order of
+    `problems`, where data.curriculum is set.
     """
 
     problems: ProblemStream
@@ -396,6 +448,11 @@ class Pipes:
     policy_slot: PolicySlot[Push]
     timeline: Timeline
     losses: Counter[int] = field(default_factory=Counter)
+    curriculum: Curriculum | None = None
+
+    def problem(self, position: int) -> Problem:
+        """The problem at this position of the stream."""
+        return self.problems.at(position) if self.curriculum is None else self.curriculum.at(position)
 
 
 class Producer:
@@ -448,7 +505,7 @@ class Producer:
                 buffer.give_up(slot)
                 continue
             position, attempt = cursor.issue()
-            problem = self.pipes.problems.at(position)
+            problem = self.pipes.problem(position)
             losses, again = self.feed.losses, partial(self._again, slot, problem, attempt)
             group = await self.request(problem, self.sampling(position, attempt), attempt, again)
             if group is None:

@@ -29,6 +29,7 @@ from learner.driver.launch import Inputs, wire
 from learner.driver.loop import Loop
 from learner.driver.record import Sinks, closed
 from learner.trainer.service import Arithmetic, Exported, TrainerService
+from rollout.data.curriculum import Curriculum
 from rollout.delivery import Answer
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.producer import Pipes, ProblemStream
@@ -87,11 +88,12 @@ def local_run(
     resumed_step: int = 0,
     arrangement: Arrangement | None = None,
     weights_stay: bool = False,
+    curriculum: Curriculum | None = None,
 ) -> LocalRun:
     """A run that leaves its files in `folder`; two fake generators and a fake trainer where none are given.
 
     resumed_step: of the checkpoint that `finish` will be given. arrangement: None: by memory.layout.
-    weights_stay: as of Inputs.
+    weights_stay, curriculum: as of Inputs.
     """
     if generators is None:
         generators = [Local(f"generator-{rank}", FakeWorker, [FakeEngine(VOCAB), rank]) for rank in range(2)]
@@ -106,7 +108,9 @@ def local_run(
         Phases(time.perf_counter()),
     )
     lies = arrangement or config.arrangement
-    inputs = Inputs(config, total_steps, problems, heldout, Fingerprints({}, {}, {}), hooks_of(lies), weights_stay)
+    inputs = Inputs(
+        config, total_steps, problems, heldout, Fingerprints({}, {}, {}), hooks_of(lies), weights_stay, curriculum
+    )
     loop, pipes = wire(inputs, generators, trainer, sinks)
     return LocalRun(loop, pipes, sinks, trainer)
 

@@ -26,7 +26,7 @@ from rewards.base import ADAPTER
 from rewards.config import RewardConfig, classifier_of, masked
 from rewards.functions import SUFFIX
 from rewards.limits import DEFAULT_MEMORY as DEFAULT_REWARD_MEMORY
-from rollout.config import DEFAULT_ENVIRONMENT_MEMORY, parse_size
+from rollout.config import DEFAULT_ENVIRONMENT_MEMORY, OWN_ROLLOUTS, parse_size
 from rollout.data.model_files import commit_of, hub_file
 from rollout.env.config import EnvConfig
 from rollout.env.host import NAMES, PATHS
@@ -532,6 +532,8 @@ def absolute(config: RunConfig) -> RunConfig:
     )
     held_out = config.data.eval.model_copy(update={"path": _absolute_if_there(config.data.eval.path)})
     data = config.data.model_copy(update={"path": _absolute_if_there(config.data.path), "eval": held_out})
+    if data.curriculum != OWN_ROLLOUTS:
+        data = data.model_copy(update={"curriculum": _absolute_if_there(data.curriculum)})
     rewards = [
         reward.model_copy(update={"use": _function(reward.use), "args": _arguments(reward)})
         for reward in config.rewards

@@ -129,6 +129,12 @@ DATA = (
         lambda c: (c.checkpoint.best or c.early_stop != EarlyStopConfig()) and c.data.eval.every == 0,
     ),
     Rule(
+        "data.curriculum:", "does not go with data.shuffle=false, which keeps the order of the source, nor with "
+        "learner.algorithm=distill, which learns from a teacher and not from differences between rewards",
+        "leave data.curriculum out", ("data.shuffle", "learner.algorithm"),
+        lambda c: c.data.curriculum is not None and (not c.data.shuffle or c.learner.algorithm == "distill"),
+    ),
+    Rule(
         "steps:", "does not go with epochs: both say when the run ends", "leave one of them out", ("steps", "epochs"),
         lambda c: c.steps is not None and c.epochs is not None,
     ),

@@ -167,6 +167,11 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
     return name
 
 
+def accuracy_of(config: RunConfig) -> str | None:
+    """accuracy_reward of a configuration. Raises ValueError."""
+    return accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+
+
 class HeldOut:
     """Evaluates the policy on the held-out problems, and keeps the evaluations of the run so far."""
 
@@ -243,7 +248,7 @@ async def evaluate(producers: Sequence[Asks], problems: Sequence[Problem], confi
     rows = pa.concat_tables(await generate(producers, problems, config, lambda _: greedy(config)))
     metrics = env_metrics(rows)
     rows = whole(rows)
-    name = accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+    name = accuracy_of(config)
     said = scores_of(rows, name)
     scores = [0.0 if math.isnan(value) else value for value in said if value is not None]
     means = {key.replace("reward/", "eval/"): value for key, value in reward_means(rows).items()}

@@ -268,7 +268,7 @@ FIXED = ("model.dtype", "model.base", "learner.mode", "learner.algorithm", "lear
 RANKS = "cluster.learners"  # must be equal where each rank saves 8-bit states in blocks of its own weights
 CONTENTS = ("data", "rewards", "loss", "base", "env")
 # Settings that may name a file of the user's.
-FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio")
+FUNCTIONS = re.compile(r"rewards\.\d+\.use|env\.use|learner\.loss\.ratio|data\.curriculum")
 SHOWN = 40  # characters of a value that a message shows
 
 
@@ -371,7 +371,8 @@ def _deciding(config: RunConfig, *, by_content: bool) -> dict[str, Any]:
         if not _within(key, left_out) and not re.fullmatch(r"rewards\.\d+\.env", key)
     }
     if by_content:  # a submitted job's copy of its folder lies elsewhere each time
-        found |= {key: Path(str(value)).name for key, value in found.items() if FUNCTIONS.fullmatch(key)}
+        named = {key: value for key, value in found.items() if FUNCTIONS.fullmatch(key) and value is not None}
+        found |= {key: Path(str(value)).name for key, value in named.items()}
     if config.learner.mode == "full" and config.learner.optimizer.kind == "adamw_8bit":
         found[RANKS] = config.cluster.learners
     held_out = config.data.eval  # problems that are held out of the training data are missing from it

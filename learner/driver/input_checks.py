@@ -20,7 +20,7 @@ from cluster.child import Program, nameless, tied, written
 from cluster.errors import WrongInput
 from learner.config import RunConfig
 from learner.config.settings import LoraConfig
-from learner.driver.evaluate import accuracy_reward
+from learner.driver.evaluate import accuracy_of
 from learner.driver.failure import Findings
 from learner.driver.identity import base_name, same_base
 from learner.driver.machine_checks import classifier_notes
@@ -179,7 +179,7 @@ def _left_out(chat: Chat, prompt: Messages) -> str | None:
 def check_accuracy(config: RunConfig) -> None:
     """Raises WrongInput if data.eval.reward is not one of the rewards."""
     try:
-        accuracy_reward(config.rewards, config.data.eval.reward, environment=config.env.use is not None)
+        accuracy_of(config)
     except ValueError as error:
         raise WrongInput(str(error)) from None
 

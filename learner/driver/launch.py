@@ -29,7 +29,7 @@ from learner.driver import checkpoint, process
 from learner.driver.arrangement import Hooks, hooks_of
 from learner.driver.checkpoint import publish
 from learner.driver.console import Phases, Progress
-from learner.driver.evaluate import HeldOut, RewardModels, sampled
+from learner.driver.evaluate import HeldOut, RewardModels, accuracy_of, sampled
 from learner.driver.failure import LearnerLost, RunEnded, first_of, sentence_of
 from learner.driver.identity import Fingerprints
 from learner.driver.loop import Batches, Loop, Schedule, Training, WeightSync
@@ -40,8 +40,8 @@ from learner.driver.record import RunCheckpoints, Sinks, StepMetrics, StepRecord
 from learner.driver.roles import Processes, start_processes
 from learner.trainer.service import TrainerService
 from rewards.pool import RewardServer, RewardService
-from rollout.data.problems import Cursor
-from rollout.producer import Pipes, ProblemStream, Producer
+from rollout.data.curriculum import Curriculum, Estimates, Listed, source_of
+from rollout.producer import Cursor, Pipes, ProblemStream, Producer
 from rollout.schema import Problem, group_position
 from rollout.service import RolloutService
 from rollout.types import Sampling, group_seed
@@ -152,6 +152,7 @@ def inputs_of(prepared: Prepared, weights_stay: bool) -> Inputs:
         prepared.fingerprints,
         hooks_of(prepared.budgets.arrangement),
         weights_stay,
+        curriculum_of(prepared.config, prepared.problems, prepared.estimates),
     )
 
 
@@ -220,7 +221,8 @@ class Inputs:
 
     total_steps: number of steps that the run is planned for. problems, heldout: prompts to train on and to evaluate.
     fingerprints: digests of the run's inputs, for its checkpoints. hooks: of the arrangement of its roles.
-    weights_stay: whether whole weights stay in the learner's memory on their way to the generators.
+    weights_stay: whether whole weights stay in the learner's memory on their way to the generators. curriculum: the
+    order of `problems`, where data.curriculum is set; of this attempt alone.
     """
 
     config: RunConfig
@@ -230,6 +232,7 @@ class Inputs:
     fingerprints: Fingerprints
     hooks: Hooks
     weights_stay: bool = False
+    curriculum: Curriculum | None = None
 
 
 def wire(
@@ -244,7 +247,7 @@ def wire(
         max_bytes=ROUTED_BYTES if config.rollout.routing_replay else BUFFER_BYTES,
         on_drop=lambda group: cursor.again(*group_position(group)),
     )
-    pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline)
+    pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline, curriculum=inputs.curriculum)
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
     metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
@@ -266,6 +269,13 @@ def wire(
         MismatchGuard(config.guard),
     )
     return loop, pipes
+
+
+def curriculum_of(config: RunConfig, problems: Listed, start: Estimates | None) -> Curriculum | None:
+    """The order of the problems by data.curriculum, which begins with the estimates `start`; None without."""
+    if start is None:
+        return None
+    return Curriculum(problems, start, config.seed, config.run_dir, accuracy_of(config), source_of(config.data))
 
 
 def sampling_of(config: RunConfig) -> Callable[[int, int], Sampling]:

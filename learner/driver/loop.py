@@ -33,9 +33,8 @@ from learner.driver.failure import LearnerError, RunEnded, first_of, sentence_of
 from learner.driver.metrics import MismatchGuard, batch_metrics, failing, unscored
 from learner.driver.record import RunCheckpoints, StepMetrics, StepRecord
 from learner.trainer.service import TrainerService
-from rollout.data.problems import Cursor
 from rollout.delivery import Answer, Push
-from rollout.producer import Pipes, Producer
+from rollout.producer import Cursor, Pipes, Producer
 from rollout.schema import group_position, ragged, rewards_of
 
 T = TypeVar("T")
@@ -309,6 +308,8 @@ class Training:
             await at_rest
             self._finish(generated)
             self.step += 1
+            if self._pipes.curriculum is not None:
+                self._pipes.curriculum.learned(self.step, of_step)
             self.agrees, self._passed, self._in_a_row = True, [], 0
             self._metrics.hold(metrics)
             with self._pipes.timeline.span("policy", "learner", version=self.step):

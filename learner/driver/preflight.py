@@ -36,7 +36,7 @@ from learner.driver import (
     record,
 )
 from learner.driver.checkpoint import ADAPTER
-from learner.driver.evaluate import check_scored_adapters
+from learner.driver.evaluate import accuracy_of, check_scored_adapters
 from learner.driver.failure import Findings
 from learner.driver.identity import Fingerprints, check_allowed, check_same_run, config_of, fingerprints_of
 from learner.driver.input_checks import (
@@ -68,12 +68,14 @@ from learner.model.adapter_config import MODEL
 from rewards.base import JUDGE
 from rewards.call import Group
 from rewards.limits import NAME as REWARD_OUTPUT
-from rollout.data import files, sources
+from rollout.config import OWN_ROLLOUTS
+from rollout.data import curriculum, files, sources
 from rollout.data.chat import Chat, Messages, Prompt, prompt_of
 from rollout.data.files import Row
 from rollout.data.model_files import CONFIG, has_template, read_json
-from rollout.data.problems import Cursor, Problems, fitting, load
+from rollout.data.problems import Problems, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
+from rollout.producer import Cursor
 from rollout.schema import Problem
 
 # The number of steps of a run: `steps`, or as many as the problems of `epochs` make.
@@ -140,7 +142,7 @@ FILES = (
     run_lock.LOCK_FILE, process.CONSOLE, "config.yaml", METRICS_FILE, "plan.json", console.PHASES_FILE, POLICIES,
     "timeline.json", ID, REWARD_OUTPUT,
 )  # fmt: skip
-FOLDERS = ("rollouts", record.MISMATCH_FOLDER, "checkpoints", ADAPTER, MODEL)
+FOLDERS = ("rollouts", record.MISMATCH_FOLDER, curriculum.FOLDER, "checkpoints", ADAPTER, MODEL)
 EVERYTHING = frozenset(RunConfig.model_fields)
 
 
@@ -303,7 +305,8 @@ class Prepared:
 
     heldout: problems of the evaluation. resume_from: checkpoint to continue from, None: from the start. finished_steps:
     step of that checkpoint. skipped_checkpoints: a line for each newer checkpoint that is not whole. changed: a line
-    for each difference from the checkpoint that resume_allow_changed allows. notes: lines for the user.
+    for each difference from the checkpoint that resume_allow_changed allows. notes: lines for the user. estimates: what
+    data.curriculum begins with; None without.
     """
 
     config: RunConfig
@@ -317,6 +320,7 @@ class Prepared:
     fingerprints: Fingerprints
     budgets: Budgets
     notes: tuple[str, ...] = ()
+    estimates: curriculum.Estimates | None = None
 
 
 def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
@@ -393,8 +397,10 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
         tried = found.of(check_environment, config, chat, data[0].at(0)) or Tried()
         notes += tried.notes
         data = found.of(_with_tools, data, config, tried.tools)
+    ordered = found.of(_estimates, config, data[0], resume_from) if data is not None else None
     found.finish()
     assert data is not None
+    assert ordered is not None
     assert budgets is not None
     problems, heldout = data
     fingerprints = fingerprints_of(config, problems.rows())
@@ -413,8 +419,33 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
         changed=changed,
         fingerprints=fingerprints,
         budgets=budgets,
-        notes=(*notes, *of_memory, *_other_rate(config, steps, finished), *_fewer_held_out(config, len(heldout))),
-    )
+        notes=(
+            *notes, *ordered[1], *of_memory, *_other_rate(config, steps, finished),
+            *_fewer_held_out(config, len(heldout)),
+        ),
+        estimates=ordered[0],
+    )  # fmt: skip
+
+
+def _estimates(
+    config: RunConfig, problems: Problems, resume_from: Path | None
+) -> tuple[curriculum.Estimates | None, tuple[str, ...]]:
+    """What data.curriculum begins with (None without), and lines for the user. A checkpoint of the same setting has the
+    estimates itself, so that the other run's folder is no longer needed. Raises WrongInput."""
+    given = config.data.curriculum
+    if given is None:
+        return None, ()
+    kept = None if resume_from is None else curriculum.recorded(resume_from / curriculum.FILE)
+    if given == OWN_ROLLOUTS or (kept is not None and kept.source == curriculum.source_of(config.data)):
+        return curriculum.Estimates(len(problems)), ()
+    if Path(given).resolve() == config.run_dir.resolve():
+        raise WrongInput(
+            f"data.curriculum: must be own for the rollouts of this run itself, got its folder {given}; give own, or "
+            "this run another name="
+        )
+    found = curriculum.estimates_from(Path(given), problems, accuracy_of(config))
+    tried = int((found.known.count > 0).sum())
+    return found, (f"data.curriculum: {given} has rollouts of {tried} of {len(problems)} problems",)
 
 
 def _loaded(config: RunConfig, chat: Chat | None) -> tuple[Problems, list[Problem]]:

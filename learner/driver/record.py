@@ -32,6 +32,7 @@ from learner.trainer.service import Arithmetic, TrainerService
 from rewards.base import JUDGE
 from rewards.config import functions_of
 from rollout import ledger
+from rollout.data import curriculum
 from rollout.delivery import Answer, Receipt
 from rollout.producer import Pipes, Producer
 from rollout.types import PolicyId
@@ -203,6 +204,7 @@ class StepRecord:
         """Continues from this step. The records of later steps are deleted, since those steps will be taken again."""
         ledger.forget_after(self._rollouts, step)
         forget_mismatch_after(self._folder, step)
+        curriculum.forget_after(self._folder, step)
         kept = [line for line in read_policies(self._policies.parent) if line.step <= step and step > 0]
         partial = self._policies.with_suffix(".partial")
         with writing(partial):
@@ -384,6 +386,8 @@ class StepMetrics:
         metrics["buffer/groups"] = float(len(buffer))
         metrics["rollout/restarts"] = float(sum(p.worker.restarts for p in self._producers))
         metrics["rollout/begun_anew"] = float(self._pipes.losses.total())
+        if self._pipes.curriculum is not None:
+            metrics["rollout/weighted_epoch"] = float(self._pipes.curriculum.newest)
         if self._sinks.plan is not None:
             self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)
@@ -469,6 +473,8 @@ class RunCheckpoints:
                 "dropped_stale": self._pipes.buffer.dropped_stale,
                 "evaluations": [e.to_dict() for e in evaluations],
             }
+            if self._pipes.curriculum is not None:
+                self._pipes.curriculum.save(folder, self._pipes.cursor.low)
             with writing(folder):
                 (folder / checkpoint.STATE).write_text(json.dumps(state))
                 (folder / "config.json").write_text(self._config.model_dump_json())
@@ -481,6 +487,9 @@ class RunCheckpoints:
         state = checkpoint.read_state(folder)
         await self._trainer.call(TrainerService.load, self.deadline_s, folder / TRAINER)
         self._pipes.cursor.restore(state.cursor.low, state.cursor.done)
+        if self._pipes.curriculum is not None:
+            own = folder.parent.resolve() == self._root.resolve()
+            self._pipes.curriculum.restore(folder, state.cursor.low, own=own)
         self._pipes.buffer.dropped_stale = state.dropped_stale
         self.saved = checkpoint.step_of(folder) if state.step is None else state.step
         self._pipes.buffer.resume(self.saved)

@@ -2,10 +2,10 @@
 
 The order is a pure function of (seed, epoch), so a position in the stream identifies a problem: position 12345 is the
 same problem after a restart, on another machine and for any number of workers. Problems is the training stream, load
-makes it together with the held-out problems, and Cursor knows which positions are done.
+makes it together with the held-out problems, and rollout.producer.Cursor knows which positions are done. With
+data.curriculum the order is that of rollout.data.curriculum, a function of recorded weights as well.
 """
 
-import heapq
 import logging
 import random
 import unicodedata
@@ -30,57 +30,6 @@ from rollout.data.prompts import messages_of, prompts_of, said_of_teacher
 from rollout.data.sources import Pace
 from rollout.data.tables import Row
 from rollout.schema import Problem
-
-
-class Cursor:
-    """Hands out positions of the stream in order, and lost positions again.
-
-    The state is a low-water mark, `low`, below which every position is done, and the set of positions done above it. It
-    is saved with the weights in each checkpoint, so that a run which is resumed trains on each problem exactly once.
-    """
-
-    def __init__(self) -> None:
-        self.restore(0, ())
-
-    def restore(self, low: int, done: Iterable[int]) -> None:
-        """Continues from a saved state: every position that is not done in it will be issued again."""
-        self.low = low
-        self._done = set(done)
-        self._next = low
-        self._again: list[tuple[int, int]] = []  # heap of (position, attempt)
-
-    def issue(self) -> tuple[int, int]:
-        """The next (position, attempt): lost and dropped positions come before new ones of the stream."""
-        if self._again:
-            return heapq.heappop(self._again)
-        self._next = max(self._next, self.low)  # `finish` may raise `low` beyond _next, over restored positions
-        while self._next in self._done:
-            self._next += 1
-        self._next += 1
-        return self._next - 1, 0
-
-    def again(self, position: int, attempt: int) -> None:
-        """Has the position issued once more, as the next attempt, since this attempt was lost or dropped."""
-        heapq.heappush(self._again, (position, attempt + 1))
-
-    def finish(self, position: int) -> None:
-        """Marks a position as done, since the learner has consumed its group. Raises ValueError if it was done."""
-        if position < self.low or position in self._done:
-            raise ValueError(f"cursor: position {position} was consumed twice")
-        self._done.add(position)
-        while self.low in self._done:
-            self._done.remove(self.low)
-            self.low += 1
-
-    @property
-    def consumed(self) -> int:
-        """How many positions the learner has consumed."""
-        return self.low + len(self._done)
-
-    def state(self) -> dict[str, object]:
-        """The arguments for `restore`, as values that JSON can hold."""
-        return {"low": self.low, "done": sorted(self._done)}
-
 
 # The prompts of a source. A prompt is rendered and tokenised when it is asked for, since tokenising a million prompts
 # takes minutes.
@@ -187,8 +136,12 @@ class Stock:
         """The problem at a place. Raises WrongInput if the chat template refuses its messages."""
         index = self._places[place]
         row = self._rows[index]
-        prompt, ids = self._rendered(index, messages_of(row, self._config, f"{self.name}-{index}"))
-        return Item(f"{self.name}-{index}", prompt, ids, row)
+        prompt, ids = self._rendered(index, messages_of(row, self._config, self.id_of(place)))
+        return Item(self.id_of(place), prompt, ids, row)
+
+    def id_of(self, place: int) -> str:
+        """The id of the problem at a place."""
+        return f"{self.name}-{self._places[place]}"
 
     def rows(self, places: Places) -> Places:
         """The indices of the rows at these places."""
@@ -219,7 +172,7 @@ class Stock:
         self._exact[unsure] = True
         sizes = np.asarray(self._most)[places] + tools
         fits: npt.NDArray[np.bool_] = sizes <= longest
-        refused = (f"{self.name}-{self._places[place]}" for place in places[~fits])
+        refused = (self.id_of(place) for place in places[~fits])
         check_fitting(sizes, refused, overlong or self._config.overlong, longest, tools, self.name)
         return places[fits]
 
@@ -432,6 +385,14 @@ class Problems:
         """The columns of each problem, in the order of their source."""
         return self._stock.columns(self._places)
 
+    def ids(self) -> list[str]:
+        """The id of each problem, in the order of their source."""
+        return [self._stock.id_of(place) for place in self._places.tolist()]
+
+    def columns_of(self, indices: Places) -> Iterator[Row]:
+        """The columns of the problems of these indices, which must ascend."""
+        return self._stock.columns(self._places[indices])
+
     def fitting(self, config: DataConfig, longest: int, tools: int) -> "Problems":
         """The problems whose prompts fit into `longest` tokens when an environment's tools add `tools` tokens; see
         data.overlong. Raises WrongInput."""
@@ -450,10 +411,19 @@ class Problems:
         tokenizer.
         """
         epoch, place = divmod(position, len(self._places))
-        index = place if self._seed is None else int(_order(self._seed, epoch, len(self._places))[place])
+        return self.nth(int(self.order(epoch)[place]), position)
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The indices of all problems in the order of an epoch, each once; a problem's index is its place among them in
+        the order of their source."""
+        size = len(self._places)
+        return np.arange(size) if self._seed is None else _order(self._seed, epoch, size)
+
+    def nth(self, index: int, position: int) -> Problem:
+        """The problem of this index, at a position of the stream. Raises WrongInput as `at` does."""
         item = self._stock.item(int(self._places[index]))
         _check_length(item, self._longest)
-        problem = item.at(position, epoch)
+        problem = item.at(position, position // len(self._places))
         if self._teacher is None:
             return problem
         row = int(self._stock.rows(self._places[index]))

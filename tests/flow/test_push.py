@@ -22,10 +22,10 @@ from learner.driver.memory import settle
 from learner.driver.roles import make_trainer, worker_spec
 from learner.trainer.service import TrainerService
 from rollout.data.chat import Chat
-from rollout.data.problems import Cursor, load
+from rollout.data.problems import load
 from rollout.delivery import Push
 from rollout.engine import Engine, EngineSettings
-from rollout.producer import Pipes, Producer
+from rollout.producer import Cursor, Pipes, Producer
 from rollout.service import RolloutService
 from rollout.types import Adapter
 from rollout.vllm.environment import required_env

@@ -18,10 +18,9 @@ from cluster.actor import ActorDied, DeadlineExceeded, Local, StartFailed
 from cluster.buffer import Buffer, PolicySlot
 from cluster.config import Deadlines
 from cluster.telemetry import Timeline
-from rollout.data.problems import Cursor
 from rollout.delivery import Answer, Push, Receipt
 from rollout.fakes import make_group, make_problem
-from rollout.producer import Pipes, PolicyFeed, Producer, SupervisedWorker, until_started
+from rollout.producer import Cursor, Pipes, PolicyFeed, Producer, SupervisedWorker, until_started
 from rollout.schema import Problem, group_position
 from rollout.types import Adapter, Held, Sampling
 from tests.pushes import pushed, said

@@ -41,6 +41,8 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["data.path=env:own"], "env.use: must be given with data.path=env:own.*got env.use=null, data.path=env:own"),
     (["data.prompt=null"], "env.use: must be given with .*data.prompt=null.*got env.use=null.*data.prompt=null"),
     (["rollout.structured_outputs.regex=a+", "env.use=tools"], "env.use: does not go with rollout.structured_outputs"),
+    (["data.curriculum=own", "data.shuffle=false"], "data.curriculum: does not go with .*got data.shuffle=false, "),
+    (["data.curriculum=runs/x", *TAUGHT], "data.curriculum: does not go with .*learner.algorithm=distill"),
     (["data.chat_template=none", "env.use=tools"], "env.use: does not go with .*got env.use=tools, .*template=none"),
     (
         ["rollout.routing_replay=true", "rollout.structured_outputs.regex=a+"],

@@ -338,6 +338,11 @@ def test_processes_bytes_and_paths_of_equal_content_are_free(tmp_path: Path) -> 
         learner={"token_budget": 512},
     )
     assert check_same_run(moved, SAME, folder) == []
+    begun = configure(data={"path": "train.jsonl", "curriculum": "/runs/first"})
+    ordered = saved(tmp_path / "ordered", begun)
+    here = configure(data={"path": "train.jsonl", "curriculum": "/copy-2/first"})
+    assert check_same_run(here, SAME, ordered) == []
+    assert "another data.curriculum (first, now none)" in refusal(configure(), SAME, ordered)
     other = configure(rewards=[{"use": "/copy-2/rewards.py:other"}, {"use": "format"}])
     assert "another rewards.0.use (rewards.py:ok, now rewards.py:other);" in refusal(other, SAME, folder)
     assert "data.eval (200, now 9)" in refusal(configure(data={"path": "d", "eval": {"size": 9}}), SAME, folder)

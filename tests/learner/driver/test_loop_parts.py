@@ -17,8 +17,8 @@ from cluster.actor import Unusable
 from cluster.buffer import MAX_REFILLS
 from learner.driver import checkpoint
 from learner.driver.loop import LIFE, TOKENS, Probe, Schedule, start_in
-from rollout.data.problems import Cursor
 from rollout.fakes import make_group
+from rollout.producer import Cursor
 from rollout.types import Completion
 from tests.learner.loops import PER_STEP, PROMPT, build, configure, finish, first, waiting
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,18 @@ import yaml
 from pyarrow.parquet import write_table
 
 from cluster.errors import WrongInput
+from cluster.files import digests_in
 from examples.random_model import make_tiny_model
 from learner.config import RunConfig
 from learner.config.load import WrongSettings, load_config
 from learner.driver import checkpoint, preflight
+from learner.driver.launch import curriculum_of
 from learner.driver.memory import cards_of
 from learner.driver.preflight import setting_notes, total_steps
 from learner.main import main
+from rollout import ledger
 from rollout.data import files, sources
+from rollout.fakes import make_group
 from tests.learner.checkpoints import commit
 from tests.learner.loops import configure
 
@@ -125,6 +130,11 @@ WRONG = {
         ["learner.mode=full", "learner.loss.beta=0.1", "model.reference=."],
         "model.reference: must be a model's folder or hub name, got .*; give another, or null",
     ),
+    "rollouts that are not there": (
+        ["data.curriculum=data.jsonl"],
+        "data.curriculum: must be own, or the folder of a run with rollouts, and .*data.jsonl is not there; give",
+    ),
+    "rollouts of the run itself": (["data.curriculum=runs/run"], "data.curriculum: must be own for the rollouts of th"),
     "checkpoint that is not there": (["resume=runs/run/checkpoints/step-000007"], "resume: .*not there"),
 }
 
@@ -222,6 +232,43 @@ def test_a_run_with_checkpoints_does_not_go_on_from_anothers(config: dict[str, A
     assert prepare(load_config("config.yaml", ["name=base", f"resume={base}"])).resume_from == base
     with pytest.raises(WrongInput, match="base.* is another run's, and .*branch holds checkpoints of its own"):
         prepare(load_config("config.yaml", ["name=branch", f"resume={base}"]))
+
+
+def test_a_curriculum_begins_with_another_runs_rollouts_until_a_checkpoint_has_what_they_say(
+    config: dict[str, Any],
+) -> None:
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    plain = preflight.prepare(load_config("config.yaml", []))
+    assert plain.estimates is None
+    problem = plain.problems.at(0)
+    scored: dict[str, Any] = {"problem": [problem.to_json()] * 2, "problem_id": [problem.id] * 2}
+    parts = [[("ok", reward)] for reward in (0.0, 0.5)]
+    ledger.write(Path("first/rollouts"), 1, [make_group(rewards=(1.0, 1.0), reward_parts=parts, **scored)])
+    begun = preflight.prepare(load_config("config.yaml", ["data.curriculum=first"]))
+    assert begun.estimates is not None
+    assert (begun.estimates.known.count.sum(), begun.estimates.high) == (2, 0.5)  # by the score that is the accuracy
+    assert f"data.curriculum: {Path('first').absolute()} has rollouts of 1 of 27 problems" in begun.notes
+    order = curriculum_of(begun.config, begun.problems, begun.estimates)
+    assert order is not None
+    order.at(0)
+    folder = commit(begun.config.run_dir / "checkpoints", 3, {
+        "config.json": begun.config.model_dump_json(), "state.json": json.dumps({"cursor": {"low": 0, "done": []}}),
+        "inputs.json": begun.fingerprints.to_json(),
+    })  # fmt: skip
+    with pytest.raises(WrongInput, match=r"another data\.curriculum \(first, now own\)"):
+        preflight.prepare(load_config("config.yaml", ["data.curriculum=own"]))
+    shutil.rmtree("first")
+    with pytest.raises(WrongInput, match=r"data\.curriculum: .*first is not there"):
+        preflight.prepare(load_config("config.yaml", ["data.curriculum=first"]))
+    (folder / "manifest.json").unlink()
+    order.save(folder, low=0)
+    (folder / "manifest.json").write_text(json.dumps({"step": 3, "files": digests_in(folder)}))
+    again = preflight.prepare(load_config("config.yaml", ["data.curriculum=first"]))
+    assert again.resume_from == folder
+    resumed = curriculum_of(again.config, again.problems, again.estimates)
+    assert resumed is not None
+    resumed.restore(folder, 0, own=True)
+    assert [resumed.at(position) for position in range(27)] == [order.at(position) for position in range(27)]
 
 
 # Mistakes that cost nothing to find are told together, before any code of the model is loaded.

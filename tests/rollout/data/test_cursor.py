@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.data.problems import Cursor
+from rollout.producer import Cursor
 
 MOVES = st.lists(st.tuples(st.sampled_from(["issue", "issue", "again", "finish"]), st.integers(0, 9)), max_size=12)
 
