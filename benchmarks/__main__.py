@@ -58,6 +58,8 @@ CASES = (
          "system.chaos --kinds 'kill driver' --every 8.5 12 --minutes 18 --name chaos_driver rollout.workers=1 "
          "cluster.learners=1", "chaos_driver"),
     Case("lost_node", "what the loss of an emulated node costs a run", "system.lost_node --away 8", "lost_node"),
+    Case("hacking_power", "how often a watch suspects honest runs of reward hacking, and how soon it finds exploits",
+         "system.hacking_power", "hacking_power"),
     Case("distill", "steps to a held-out accuracy by a teacher and by rewards, on the demo", "system.distill",
          "distill"),
     Case("self_distillation", "SmolLM2 (`make smollm2`) taught by itself behind a privileged prompt",

@@ -323,6 +323,7 @@ ROLES = ("learner", "generator")
 FAMILIES = (
     (r"reward/status_(.+)", "reward_status", "reason"),
     (r"reward/(?!(?:mean|std|failed|ms|zero_variance_groups|zeroed)$)(.+)", "reward", "function"),
+    *((rf"watch/{kind}_(.+)", f"watch_{kind}", "function") for kind in ("gap", "correlation", "failed")),
     (r"log/(.+)", "log", "name"),
     (r"eval/log_(.+)", "eval_log", "name"),
     (r"eval/(?!(?:accuracy|turns|calls|errors|unscored|failed)$)(.+)", "eval", "function"),

@@ -135,9 +135,12 @@ class RewardConfig(BaseModel):
     use: Annotated[str, Field(min_length=1)]
     """The function: a built-in name, `package.module:function`, or `path/file.py:function` (relative to the working
     directory). Or `adapter:<folder>`: a reward model, as an adapter with a scalar head on the base of the policy, which
-    the learner scores; only `weight` and `name` go with it."""
+    the learner scores; only `weight`, `watch` and `name` go with it."""
     weight: Number = 1.0
     """Factor of this reward function in the weighted sum; may be negative. Raise it for what matters most."""
+    watch: bool = False
+    """Score and record, and never train on it: a check against reward hacking (docs/rewards.md). Its failures cost no
+    completion and end no run, so `weight` and `on_error` do not go with it."""
     timeout_s: Annotated[Number, Field(gt=0)] = 10.0
     """Seconds for one call, which scores one group. Loading the reward function is not charged. Raise it for slow
     functions, such as a model behind an API."""
@@ -163,9 +166,25 @@ class RewardConfig(BaseModel):
         """The folder of a reward model; None for a function."""
         return self.use.removeprefix(ADAPTER) if self.use.startswith(ADAPTER) else None
 
+    @property
+    def share(self) -> float | None:
+        """Its factor in the weighted sum; None for a watch, which has no part in it."""
+        return None if self.watch else self.weight
+
+    @model_validator(mode="after")
+    def _watch_weighs_nothing(self) -> "RewardConfig":
+        fields = type(self).model_fields  # by value: a configuration that was written out sets them all
+        given = [key for key in ("weight", "on_error") if getattr(self, key) != fields[key].default]
+        if self.watch and given:
+            raise ValueError(
+                f"watch: true does not go with {', '.join(given)}: a watch is never trained on, costs no completion "
+                "and ends no run; leave that out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _adapter_alone(self) -> "RewardConfig":
-        free = {"use", "weight", "name"}
+        free = {"use", "weight", "watch", "name"}
         fields = type(self).model_fields.items()  # by value: a configuration that was written out sets them all
         given = [key for key, field in fields if key not in free and getattr(self, key) != field.default]
         if self.adapter is not None and given:
@@ -188,6 +207,16 @@ def functions_of(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
 def adapters_of(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
     """Those that are reward models on the policy's base, which the learner scores, each with its metrics name."""
     return tuple(reward for reward in _named(rewards) if reward.adapter is not None)
+
+
+def trained_on(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+    """Those whose weighted sum is trained on, each with its metrics name; the others are watches."""
+    return tuple(reward for reward in _named(rewards) if not reward.watch)
+
+
+def watches_of(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
+    """Metrics names of those that are never trained on."""
+    return tuple(str(reward.name) for reward in _named(rewards) if reward.watch)
 
 
 def classifier_of(reward: RewardConfig) -> str | None:

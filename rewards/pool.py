@@ -218,7 +218,8 @@ class Scores:
     """The scores of one group; all lists have one entry per completion."""
 
     reward: list[float | None]
-    """Weighted sum over the functions that scored the completion; None if no function did, or if any failed on it."""
+    """Weighted sum over the functions that scored the completion; None if no function did, or if any failed on it.
+    Watches do not count in it, nor in `status` and `errors`."""
     parts: dict[str, list[float | None]]
     """Each function's numbers without its weight, by its metrics name; None: not scored, nan: the function failed."""
     status: list[str]
@@ -300,7 +301,7 @@ class RewardPool:
         milliseconds."""
         rows = [self._row(verdicts, i) for i in range(size)]
         sentences = {i: self.sentence(i, v) for i, v in enumerate(verdicts) if v.status != "ok"}
-        why = {f"reward {name!r}: 0: ": v.why for name, v in zip(self.names, verdicts, strict=True) if v.why}
+        why = {i: (f"reward {self.names[i]!r}: 0: ", v.why) for i, v in enumerate(verdicts) if v.why}
         return Scores(
             reward=[reward for reward, _ in rows],
             parts={name: verdict.values for name, verdict in zip(self.names, verdicts, strict=True)},
@@ -310,24 +311,28 @@ class RewardPool:
             errors=[
                 _joined(
                     [
-                        *(said for i, said in sentences.items() if _failed(verdicts[i], at)),
-                        *(f"{begin}{told[at]}" for begin, told in why.items() if at in told),
+                        *(said for i, said in sentences.items() if self._counts(i) and _failed(verdicts[i], at)),
+                        *(f"{begin}{told[at]}" for i, (begin, told) in why.items() if self._counts(i) and at in told),
                     ]
                 )
                 for at in range(size)
             ],
             logged=by_row([verdict.told for verdict in verdicts], size),
             asked={f"{i} {name}": self._kept(i, name) for i, one in enumerate(verdicts) for name in one.asked},
-            zeroed={begin + _kind(one): begin + one for begin, told in why.items() for one in told.values()},
+            zeroed={begin + _kind(one): begin + one for begin, told in why.values() for one in told.values()},
         )
+
+    def _counts(self, i: int) -> bool:
+        """Whether the i-th reward decides about a completion's reward; a watch does not."""
+        return not self._rewards[i].watch
 
     def _row(self, verdicts: Sequence[Verdict], i: int) -> tuple[float | None, str]:
         """Reward and status of completion `i`. As in TRL (nansum), the sum leaves out functions that returned None.
         Unlike in TRL, a completion that no function scored has no reward instead of 0."""
         said = [
-            (reward.weight * value, verdict.status)
+            (reward.share * value, verdict.status)
             for reward, verdict in zip(self._rewards, verdicts, strict=True)
-            if (value := verdict.values[i]) is not None
+            if reward.share is not None and (value := verdict.values[i]) is not None
         ]
         failures = [status for value, status in said if math.isnan(value)]
         if failures:

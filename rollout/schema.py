@@ -400,8 +400,9 @@ def with_scores(rows: pa.Table, scores: Scores) -> pa.Table:
     return _with(rows, {"reward_ms": [scores.ms] * len(rows), "logged": logged})
 
 
-def with_part(rows: pa.Table, name: str, weight: float, scores: Sequence[float]) -> pa.Table:
-    """The rows with `scores` as one more part, `name`, of their rewards, which grow by weight * score.
+def with_part(rows: pa.Table, name: str, weight: float | None, scores: Sequence[float]) -> pa.Table:
+    """The rows with `scores` as one more part, `name`, of their rewards, which grow by weight * score. With weight None
+    the part is that of a watch, and rewards and status stay as they are.
 
     The rules are those of reward functions (rewards.pool): a row whose scoring failed stays without a reward; a row
     that no function scored gets weight * score alone; a score that cannot be a reward (rewards.base.counts) makes its
@@ -435,10 +436,12 @@ def _summed(
     parts: list[dict[str, Any]],
     error: str | None,
     name: str,
-    weight: float,
+    weight: float | None,
     score: float,
 ) -> tuple[float | None, str, list[dict[str, Any]], str | None]:
     parts = [*parts, {"name": name, "value": score if counts(score) else math.nan}]
+    if weight is None:
+        return reward, status, parts, error
     if status not in ("ok", "none"):
         return None, status, parts, error
     if not counts(score):

@@ -110,22 +110,23 @@ class TrainResult:
 
     @property
     def advice(self) -> list[str]:
-        """The sentences that are printed at the end of a run without a training signal: in its last steps nearly all
-        completions were cut off, no token was trained on, or all completions had the same reward. Empty where there
-        was a signal, or where the run folder no longer exists."""
+        """The sentences that are printed at the end of a run whose reward has parted from a watch, or without a
+        training signal: in its last steps nearly all completions were cut off, no token was trained on, or all
+        completions had the same reward. Empty where there is none, or where the run folder no longer exists."""
         from learner.config import load
-        from learner.driver.metrics import SignalWatch
+        from learner.driver.metrics import RewardWatch, SignalWatch
 
         file = self.run_dir / "config.yaml"
         if not file.is_file():
             return []
-        watch = SignalWatch(load.load_config(str(file), []))
+        config = load.load_config(str(file), [])
+        watch = SignalWatch(config)
         for row in self.metrics:
             if row["step"]:
                 watch.add(row)
             else:
                 watch.evaluated(row)
-        return watch.advice()
+        return [*RewardWatch(config.rewards, self.run_dir).advice(), *watch.advice()]
 
     def _held_out(self) -> Iterator[Metrics]:
         for row in self.metrics:

@@ -10,7 +10,7 @@ from learner.algo.surrogates import SURROGATES, LossConfig
 from learner.config.arrangement import ARRANGEMENTS, GPUS
 from learner.config.rule import Rule
 from learner.config.settings import EarlyStopConfig, LoraConfig, Settings, ValueConfig
-from rewards.config import TAKEN, adapters_of, functions_of, resolved_names
+from rewards.config import TAKEN, adapters_of, functions_of, resolved_names, trained_on
 from rollout.config import OWN, DataConfig, TeacherConfig
 from rollout.data.model_files import is_hub_name, split
 from rollout.env.config import TURN_TIMEOUT_S, EnvConfig
@@ -68,9 +68,9 @@ def _asks_for_objective(config: Settings) -> bool:
 
 REWARDS = (
     Rule(
-        "rewards:", "must list at least one reward function, unless an environment gives the rewards; env.use=tools "
-        "answers calls and gives none", "add for example {use: number}, or set env.use", ("env.use",),
-        lambda c: not c.rewards and c.env.use in (None, "tools"),
+        "rewards:", "must list at least one reward function that is trained on (no watch), unless an environment gives "
+        "the rewards; env.use=tools answers calls and gives none", "add for example {use: number}, or set env.use",
+        ("env.use",), lambda c: not trained_on(c.rewards) and c.env.use in (None, "tools"),
     ),
     Rule(
         "rewards:", "must list a function for evaluation, which reward models do not take part in",

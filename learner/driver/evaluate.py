@@ -23,7 +23,7 @@ from learner.driver.identity import base_name, same_base
 from learner.driver.metrics import env_metrics, logged_means, reward_means
 from learner.model.adapter_config import read_scored
 from learner.trainer.service import TrainerService
-from rewards.config import RewardConfig, adapters_of, functions_of, resolved_names
+from rewards.config import RewardConfig, adapters_of, functions_of, resolved_names, trained_on
 from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_adapter, sizes_of
 from rollout.schema import Problem, asked_of, failed, parts_of, whole, with_part
@@ -139,8 +139,8 @@ class Evaluation:
 
 def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, environment: bool = False) -> str | None:
     """The name of the reward that counts as accuracy: the configured `name`, else a reward function called `accuracy`,
-    else the reward function with the largest weight. None where only an environment gives rewards: their sum counts.
-    Reward models never count.
+    else the reward function with the largest weight. A watch counts only where it has that name, or where reward models
+    alone are trained on. None where only an environment gives rewards: their sum counts. Reward models never count.
 
     environment: whether `name` may be a reward of an environment, whose names are known only once it gives them.
 
@@ -149,7 +149,8 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
     """
     functions = functions_of(rewards)
     names = resolved_names(functions)
-    if name is None and not names:
+    trained = [one.name for one in trained_on(functions)]
+    if name is None and ACCURACY not in names and not trained and (environment or not names):
         return None
     if name not in (None, ACCURACY) and ACCURACY in names:
         raise ValueError(
@@ -161,7 +162,8 @@ def accuracy_reward(rewards: Sequence[RewardConfig], name: str | None, *, enviro
     if name is None and ACCURACY in names:
         return ACCURACY
     if name is None:
-        return max(zip(names, functions, strict=True), key=lambda pair: pair[1].weight)[0]
+        weights = {one: function.weight for one, function in zip(names, functions, strict=True)}
+        return max(trained or names, key=lambda one: weights[str(one)])
     if name not in names:
         raise ValueError(f"data.eval.reward: must be one of {', '.join(names)}, got {name}")
     return name
@@ -307,7 +309,7 @@ class RewardModels:
         scored, begin = [], 0
         for group in groups:
             for model, scores in zip(self._models, said, strict=True):
-                group = with_part(group, str(model.name), model.weight, scores[begin : begin + len(group)])
+                group = with_part(group, str(model.name), model.share, scores[begin : begin + len(group)])
             scored.append(group)
             begin += len(group)
         return scored, {"time/score": time.perf_counter() - started}

@@ -34,7 +34,7 @@ from learner.driver.failure import LearnerLost, RunEnded, first_of, sentence_of
 from learner.driver.identity import Fingerprints
 from learner.driver.loop import Batches, Loop, Schedule, Training, WeightSync
 from learner.driver.memory import PlanFile, stored_bytes
-from learner.driver.metrics import MismatchGuard, SignalWatch
+from learner.driver.metrics import MismatchGuard, RewardWatch, SignalWatch
 from learner.driver.preflight import Prepared
 from learner.driver.record import RunCheckpoints, Sinks, StepMetrics, StepRecord, advice, closed
 from learner.driver.roles import Processes, start_processes
@@ -94,6 +94,7 @@ async def run(prepared: Prepared) -> int:
     phases.record(config.run_dir, resumed=prepared.resume_from is not None)
     idle = advice(loop.metrics.idle, config)
     advised = loop.metrics.signal.advice() or ([] if idle is None else [idle])
+    advised = [*loop.metrics.watch.advice(), *advised]
     progress.summary(loop.held_out.evaluations, config.run_dir, phases, advised)
     if printed := loop.metrics.printed.total():
         progress.note(printed)
@@ -250,7 +251,7 @@ def wire(
     pipes = Pipes(inputs.problems, cursor, buffer, PolicySlot(), sinks.timeline, curriculum=inputs.curriculum)
     queueing = deadlines.model_copy(update={"group": config.group_deadline_s})
     producers = [Producer(generator, pipes, sampling_of(config), queueing) for generator in generators]
-    metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config))
+    metrics = StepMetrics(sinks, producers, pipes, SignalWatch(config), RewardWatch(config.rewards, sinks.folder))
     hooks = inputs.hooks
     turns = hooks.wired(trainer, producers, deadlines)
     without_base_s = hooks.without_base_s(deadlines)

@@ -300,7 +300,7 @@ class Training:
                 await at_rest
                 self._pass_over(groups, of_step)
                 return None
-            metrics = batch_metrics(of_step, self.step)
+            metrics = batch_metrics(of_step, self.step) | self._metrics.watch.batch(of_step)
             metrics["rollout/refilled_groups"] = float(len(useless))
             metrics["rollout/unscored_groups"] = float(len(self._passed))
             self.agrees = False

@@ -3,14 +3,19 @@ and learner disagree. No function here does any I/O; learner.driver.loop calls t
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cluster.telemetry import METRICS_FILE, MetricsFile
 from learner.config import GuardConfig, RunConfig
 from learner.driver.failure import RunEnded
+from rewards.config import RewardConfig, watches_of
+from rewards.watch import Finding, Series, columns_of, findings, sentence
 from rollout.env.trajectory import FAULT, FAULTS
 from rollout.schema import failed, lasts, masks_of, oldest_versions, parts_of, rewards_of, sampled_lengths, whole
 
@@ -280,6 +285,80 @@ class SignalWatch:
             f"{what}: the problems are too hard or too easy for the reward. Read some (gleaner rollouts show RUN); "
             "docs/learning.md has what to do"
         )
+
+
+# Reward and watches (rewards.watch): how they go together within a step, and whether they part over the steps.
+
+
+class RewardWatch:
+    """Compares the reward with the watches of a run over all of its steps; of a run without watches it says nothing.
+
+    folder: the run's folder, from whose metrics.jsonl the steps before a resume are read.
+    """
+
+    def __init__(self, rewards: Sequence[RewardConfig], folder: Path) -> None:
+        self._rewards, self._watches = rewards, watches_of(rewards)
+        self._steps: list[int] = []
+        self._columns: dict[str, list[float | None]] = {}
+        self._said: set[tuple[str, str]] = set()
+        if self._watches and (file := folder / METRICS_FILE).is_file():
+            before = MetricsFile(file)
+            for row in before.rows([step for step in before.steps if step]):
+                if row:
+                    self._take(row["step"], row)
+            self._said = {(one.check, one.name) for one in self._findings()}  # told before the resume
+
+    def batch(self, groups: Sequence[pa.Table]) -> dict[str, float]:
+        """The metrics `watch/...` of a batch: docs/metrics.md says what they mean."""
+        found: dict[str, float] = {}
+        if not self._watches:
+            return found
+        ends = [whole(group) for group in groups]
+        rewards, parts = [rewards_of(group) for group in ends], [parts_of(group) for group in ends]
+        for name in self._watches:
+            values = [np.asarray([row.get(name) for row in rows], float) for rows in parts]
+            given = np.asarray([row.get(name) is not None for rows in parts for row in rows])
+            both = np.concatenate(rewards) - np.concatenate(values)
+            found[f"watch/failed_{name}"] = float((given & np.isnan(np.concatenate(values))).mean())
+            if np.isfinite(both).any():
+                found[f"watch/gap_{name}"] = float(np.nanmean(both))
+            if (together := within_groups(rewards, values)) is not None:
+                found[f"watch/correlation_{name}"] = together
+        lengths = [sampled_lengths(group).astype(float) for group in groups]
+        if (together := within_groups(rewards, lengths)) is not None:
+            found["watch/length_correlation"] = together
+        return found
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Takes the metrics of one more step; returns the sentences to print now, each check and watch once."""
+        if not self._watches:
+            return []
+        self._take(step, metrics)
+        new = [one for one in self._findings() if (one.check, one.name) not in self._said]
+        self._said |= {(one.check, one.name) for one in new}
+        return [sentence(one) for one in new]
+
+    def advice(self) -> list[str]:
+        """A sentence for each watch that has parted from the reward by the newest step."""
+        return [sentence(one) for one in self._findings()]
+
+    def _take(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._steps.append(step)
+        for name in columns_of(self._rewards):
+            self._columns.setdefault(name, []).append(metrics.get(name))
+
+    def _findings(self) -> list[Finding]:
+        return findings(Series.of(self._rewards, self._steps, self._columns)) if self._watches else []
+
+
+def within_groups(one: Sequence[npt.NDArray[np.float64]], other: Sequence[npt.NDArray[np.float64]]) -> float | None:
+    """The correlation of two numbers [G] of the completions of each group, each less its group's mean. Completions that
+    lack one are left out; None where either is the same in every group."""
+    pairs = [np.stack([x, y])[:, np.isfinite(x) & np.isfinite(y)] for x, y in zip(one, other, strict=True)]
+    centred = [pair - pair.mean(axis=1, keepdims=True) for pair in pairs if pair.shape[1]]
+    x, y = np.concatenate([np.empty((2, 0)), *centred], axis=1)
+    size = float(np.sqrt(np.sum(x**2) * np.sum(y**2)))
+    return float(np.sum(x * y) / size) if size > 0 else None
 
 
 def cut_off(longest: int) -> str:

@@ -27,7 +27,7 @@ from learner.driver.console import Phases, Progress, RewardOutput
 from learner.driver.evaluate import Evaluation
 from learner.driver.identity import FILE, Fingerprints
 from learner.driver.memory import PlanFile
-from learner.driver.metrics import SignalWatch
+from learner.driver.metrics import RewardWatch, SignalWatch
 from learner.trainer.service import Arithmetic, TrainerService
 from rewards.base import JUDGE
 from rewards.config import functions_of
@@ -296,9 +296,12 @@ class StepMetrics:
     The metrics of the newest step are held back until all of them are known; `flush` then writes them.
     """
 
-    def __init__(self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, signal: SignalWatch) -> None:
+    def __init__(
+        self, sinks: Sinks, producers: Sequence[Producer], pipes: Pipes, signal: SignalWatch, watch: RewardWatch
+    ) -> None:
         self._sinks, self._producers, self._pipes = sinks, producers, pipes
-        self.idle, self.signal, self.printed = IdleTimes(), signal, RewardOutput(sinks.folder)
+        self.idle, self.printed = IdleTimes(), RewardOutput(sinks.folder)
+        self.signal, self.watch = signal, watch
         self._accounted = time.perf_counter()  # end of the newest step, to which the run's seconds are accounted for
         self._held: dict[str, float] | None = None  # metrics of the newest step, while they are not written
 
@@ -392,7 +395,7 @@ class StepMetrics:
             self._sinks.plan.measure(metrics)
         self._sinks.metrics.log(step, metrics)
         self._sinks.progress.step(step, metrics)
-        for sentence in self.signal.add(metrics):
+        for sentence in (*self.signal.add(metrics), *self.watch.add(step, metrics)):
             self.note(f"step {step}: {sentence}")
         for printed in filter(None, (self.printed.first(), self.printed.bound())):
             self.note(printed)

@@ -35,7 +35,7 @@ from learner.driver.preflight import Prepared
 from learner.driver.record import read_policies
 from learner.ranks.ranks import Ranks, RankService, Regroup, meet
 from learner.trainer.service import TrainerService
-from rewards.config import adapters_of, classifier_of, functions_of
+from rewards.config import adapters_of, classifier_of, functions_of, trained_on
 from rewards.functions import SUFFIX
 from rewards.limits import DEVICE
 from rewards.limits import NAME as OUTPUT
@@ -237,7 +237,7 @@ def env_settings(config: RunConfig) -> EnvSettings | None:
         return None
     rollout, env = config.rollout, config.env
     limits = Limits(rollout.max_prompt_length, rollout.max_completion_length, env.max_turns, config.trajectory_s)
-    kwargs, alone = config.data.chat_template_kwargs, not config.rewards
+    kwargs, alone = config.data.chat_template_kwargs, not trained_on(config.rewards)
     return EnvSettings(env, limits, config.trajectories, config.seed, kwargs, alone, rollout.environment_memory)
 
 

@@ -30,7 +30,7 @@ from learner.tools.rewards_try import RewardsTryRequest
 from rewards.base import opening_at_end
 from rewards.call import Group
 from rewards.check import try_rewards
-from rewards.config import RewardConfig, adapters_of, functions_of
+from rewards.config import RewardConfig, adapters_of, functions_of, watches_of
 from rewards.limits import DEFAULT_MEMORY
 from rewards.pool import RewardPool, Scores
 from rollout import ledger
@@ -478,6 +478,7 @@ def _tried(asked: RewardsTryRequest) -> bool:
     found = asyncio.run(score(meant.rewards, memory, texts, cases))
     notes = [*meant.notes, *([texts.note] if texts.note else [])]
     notes += [*requests_notes(meant.rewards), *prefilled_notes(meant.rewards, texts.prefilled(cases[0]))]
+    notes += [f"reward {name!r} is a watch: it has no part in the reward" for name in watches_of(meant.rewards)]
     print(json.dumps(as_json(found), indent=2) if asked.as_json else as_text(found, notes))
     return failed(found)
 

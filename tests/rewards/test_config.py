@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.errors import WrongInput
-from rewards.config import MASK, RewardConfig, masked, resolved, resolved_names, scrubbed
+from rewards.config import MASK, RewardConfig, masked, resolved, resolved_names, scrubbed, trained_on, watches_of
 
 
 @pytest.mark.parametrize(
     "bad",
-    [{"weight": float("nan")}, {"timeout_s": 0}, {"on_error": "zero"}, {"wieght": 1}, {"use": ""}, {"use": "adapter:"}],
+    [
+        {"weight": float("nan")},
+        {"timeout_s": 0},
+        {"on_error": "zero"},
+        {"wieght": 1},
+        {"use": ""},
+        {"use": "adapter:"},
+        {"watch": True, "weight": 0.0},
+        {"watch": True, "on_error": "fail"},
+    ],
 )
 def test_bad_values_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(bad))):
@@ -32,6 +41,15 @@ def test_names_are_short_and_unique() -> None:
     uses = ["number", "a.py:acc", "pkg.mod:acc", "b.py:acc"]
     rewards = [RewardConfig(use=use) for use in uses] + [RewardConfig(use="number", name="acc_2")]
     assert resolved_names(rewards) == ["number", "acc", "acc_2", "acc_3", "acc_2_2"]
+
+
+def test_a_watch_has_no_share_in_the_reward_and_every_other_setting_of_a_function() -> None:
+    given = [{"use": "number"}, {"use": "number", "watch": True, "timeout_s": 2}, {"use": "adapter:a/b", "watch": True}]
+    rewards = [RewardConfig.model_validate(one) for one in given]
+    assert [one.share for one in rewards] == [1.0, None, None]
+    assert [one.name for one in trained_on(rewards)] == ["number"]
+    assert watches_of(rewards) == ("number_2", "b")
+    assert [RewardConfig.model_validate(one.model_dump()) for one in rewards] == rewards  # as config.yaml has it
 
 
 def test_config_imports_nothing_heavy() -> None:

@@ -55,6 +55,29 @@ def test_every_way_to_fail_has_its_name_and_the_others_go_on(rewards_file: OneOf
     assert scores.status == ["error", "error"]
 
 
+def test_a_watch_that_fails_costs_no_completion(rewards_file: OneOf) -> None:
+    """Whatever it does, rewards are those of the same functions without it; what it said is among the parts."""
+    watches = {name: rewards_file(name, watch=True, timeout_s=1.0) for name in ("boom", "nan", "loop", "none", "good")}
+    trained = [rewards_file("later"), rewards_file("good", weight=2.0, name="main")]
+
+    async def scored(*rewards: RewardConfig) -> Scores:
+        async with RewardPool(rewards) as pool:
+            return await score(pool)
+
+    alone = asyncio.run(scored(*trained))
+    beside = asyncio.run(scored(*watches.values(), *trained))
+    assert (beside.reward, beside.status, beside.errors) == (alone.reward, alone.status, alone.errors)
+    assert (alone.reward, alone.status, alone.errors) == ([2.5, 4.5], ["ok", "ok"], [None, None])
+    assert [sentence.split("'")[1] for sentence in beside.failures] == ["boom", "nan", "loop"]
+    found = {name: beside.parts[name] for name in watches}
+    lost = [math.nan, math.nan]
+    assert found["none"] == [None, 1.0]
+    assert found["good"] == [1.0, 2.0]
+    assert [found["boom"], found["loop"]] == [pytest.approx(lost, nan_ok=True)] * 2
+    nobody = asyncio.run(scored(watches["good"]))  # as beside the rewards of an environment
+    assert (nobody.reward, nobody.status, nobody.errors) == ([None, None], ["none", "none"], [None, None])
+
+
 @pytest.mark.parametrize(
     ("use", "args", "right", "slow"),
     [

@@ -227,6 +227,10 @@ def test_a_score_counts_as_a_function_s_would() -> None:
     assert [parts["vowels"] for parts in parts_of(scored)] == [1.0, None, None, 0.5, 0.5]
     kept = [name for name in group.column_names if not name.startswith("reward")]
     assert scored.select(kept).equals(group.select(kept))
+    watched = check(with_part(group, "helpful", None, [0.25, -1.5, 3.0, math.inf, 1e31]))
+    assert [parts["helpful"] for parts in parts_of(watched)] == pytest.approx(said, nan_ok=True)
+    kept = [name for name in group.column_names if name != "reward_parts"]
+    assert watched.select(kept).equals(group.select(kept))
 
 
 # What a row says of its problem and of its messages, read from files that anyone may have written.

@@ -377,7 +377,9 @@ def _training(source: Source) -> str:
         "learning rate": f"{learner.learning_rate:g}, {learner.schedule.kind}",
         "data": f"{named(data.path)}, split {data.split}, {source.inputs.data.get('number of rows', '?')} rows",
         "digest of the data": source.inputs.data.get("rows", ""),
-        **{f"reward {shortened(one.use)}": f"weight {one.weight:g}" for one in config.rewards},
+        **{
+            f"reward {shortened(one.use)}": "watch" if one.watch else f"weight {one.weight:g}" for one in config.rewards
+        },
         **{f"digest of reward {name}": digest for name, digest in source.inputs.rewards.items()},
         **(_measured(run, source.step) if run is not None else {}),
     }

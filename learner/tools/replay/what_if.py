@@ -144,7 +144,7 @@ async def scoring(config: RunConfig) -> AsyncIterator[Scoring]:
         begin = 0
         for place, group in enumerate(groups):
             for model, numbers in zip(models, said, strict=True):
-                group = with_part(group, str(model.name), model.weight, numbers[begin : begin + len(group)])
+                group = with_part(group, str(model.name), model.share, numbers[begin : begin + len(group)])
             groups[place], begin = group, begin + len(group)
         return groups
 

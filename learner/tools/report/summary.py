@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from cluster import files
 from cluster.errors import WrongInput
 from cluster.reading import check_plain, json_value, mapping_of, read_text
@@ -16,6 +18,8 @@ from cluster.telemetry import METRICS_FILE, MetricsFile, number
 from cluster.trackers import dotted
 from learner.config.load import since_moved
 from learner.driver import console
+from rewards.config import RewardConfig
+from rewards.watch import Series, findings, sentence
 from rollout import ledger
 
 # Reading a run folder, also while the run still writes to it.
@@ -231,6 +235,17 @@ NO_SCORE = ("failed", "ms", "std", "unscored", "zero_variance_groups", "zeroed")
 FIGURES = (
     Figure("Held-out", "one greedy completion a problem, on problems that are not trained on", ("eval/*",)),
     Figure("Reward", "weighted sum, and each function's own number", ("reward/mean", "reward/*")),
+    Figure(
+        "Reward less watch",
+        "mean difference; that it rises says more than how large it is, unless both are on one scale",
+        ("watch/gap_*",),
+    ),
+    Figure(
+        "Reward with watch and length, within groups",
+        "correlation: -1 to 1; where it falls, what is paid is no longer what the watch passes",
+        ("watch/correlation_*", "watch/length_correlation"),
+    ),
+    Figure("Failed watches", "share of completions", ("watch/failed_*",)),
     Figure("Logged by reward functions", "log_metric, mean over groups", ("log/*",)),
     Figure("Completion length", "tokens", ("rollout/completion_length", "rollout/completion_length_max")),
     Figure("Cut at the limit", "share of completions", ("rollout/truncated",)),
@@ -341,9 +356,24 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name, "done": run.steps[-1] if run.steps else 0, "of": run.of,
         "facts": [[name, str(value)] for name, value in facts.items() if value is not None],
         "changes": [found for name, label in CHANGE.items() if (found := _change(run, name, label))],
-        "steps": run.steps, "metrics": run.metrics, "memory": _memory(run.plan), "remarks": run.remarks,
+        "steps": run.steps, "metrics": run.metrics, "memory": _memory(run.plan),
+        "remarks": [*_parted(run), *run.remarks],
         "config": _flat(run.config), "starts": [start._asdict() for start in starts_of(run)],
     }  # fmt: skip
+
+
+def _parted(run: Run) -> list[str]:
+    """Returns a remark for each watch that has parted from the reward. A configuration whose rewards cannot be read has
+    none: they are of another version of gleaner."""
+    given = run.config.get("rewards")
+    try:
+        rewards = [RewardConfig.model_validate(one) for one in given] if isinstance(given, list) else []
+    except ValidationError:
+        return []
+    trained = [i for i, step in enumerate(run.steps) if step]
+    columns = {name: [column[i] for i in trained] for name, column in run.metrics.items()}
+    series = Series.of(rewards, [run.steps[i] for i in trained], columns)
+    return [f"Advice: {sentence(one)}." for one in findings(series)]
 
 
 def _change(run: Run, name: str, label: str) -> dict[str, Any] | None:

@@ -449,7 +449,8 @@ async def _train(
     _ended(member, "dropped" if member.dropped else "done" if finished else "stopped")
     member.phases.split(sinks.timeline, "end")
     member.phases.record(config.run_dir, resumed=prepared.resume_from is not None)
-    for advised in member.loop.metrics.signal.advice():
+    metrics = member.loop.metrics
+    for advised in (*metrics.watch.advice(), *metrics.signal.advice()):
         member.progress.note(f"advice: {advised}")
 
 

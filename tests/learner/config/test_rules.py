@@ -27,6 +27,7 @@ MODEL = "rewards=[{use: 'adapter:x'}, {use: format, weight: 0}]"
 
 BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     (["rewards=[]"], "rewards: must list at least one reward function.*got env.use=null"),
+    (["rewards=[{use: number, watch: true}]"], "rewards: must list at least one reward function that is trained on"),
     (["rewards=[]", "env.use=tools"], "rewards: must list at least one .* env.use=tools answers.*got env.use=tools"),
     (["rewards=[{use: 'adapter:x'}]"], "rewards: must list a function for evaluation, .*got data.eval.every=20"),
     (

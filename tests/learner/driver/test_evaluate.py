@@ -72,6 +72,17 @@ def test_what_counts_as_accuracy() -> None:
         accuracy_reward(rewards, "format")
 
 
+def test_a_watch_counts_as_accuracy_where_nothing_else_can_or_it_is_named() -> None:
+    small, large = RewardConfig(use="format", weight=0.5), RewardConfig(use="math", watch=True)
+    named, model = RewardConfig(use="mine.py:accuracy", watch=True), RewardConfig(use="adapter:a/b")
+    assert accuracy_reward([small, large], None) == "format"
+    assert accuracy_reward([small, large], "math") == "math"
+    assert accuracy_reward([small, named], None) == "accuracy"  # eval/accuracy is its mean
+    assert accuracy_reward([model, large], None) == "math"
+    assert accuracy_reward([large], None, environment=True) is None  # the environment's own sum
+    assert accuracy_reward([small, large], None, environment=True) == "format"
+
+
 async def test_without_any_score_there_is_no_accuracy_and_where_all_have_one_no_count() -> None:
     found = await score((None, "ok"), (None, "none"))
     assert "eval/accuracy" not in found

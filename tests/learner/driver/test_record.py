@@ -199,7 +199,7 @@ async def test_a_learner_that_trains_or_makes_the_next_policy_is_not_idle(tmp_pa
     feeds = [SimpleNamespace(receipt=SimpleNamespace(load_s=seconds), answer=None) for seconds in (0.5, 2.0)]
     producers: list[Any] = [SimpleNamespace(feed=feed) for feed in feeds]
     signal: Any = None
-    metrics = StepMetrics(sinks, producers, signal, signal)
+    metrics = StepMetrics(sinks, producers, signal, signal, signal)
     metrics.note("a line")
     assert noted == ["a line"]
     metrics.start()

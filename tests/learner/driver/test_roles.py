@@ -30,6 +30,7 @@ from learner.driver.roles import (
     NodeFacts,
     Wanted,
     downloads,
+    env_settings,
     lacks,
     look,
     needs,
@@ -128,6 +129,14 @@ def test_too_little_shared_memory_or_disk_is_said() -> None:
         "/dev/shm: 64 MiB are free of the 1.0 GiB",
         "disk: 1024 MiB are free for temporary files",
     ]
+
+
+def test_an_environment_rewards_alone_beside_a_watch() -> None:
+    given = {"model": {"path": "x"}, "data": {"path": "own"}, "env": {"use": "number_guessing"}}
+    for rewards, alone in (([], True), ([{"use": "length", "watch": True}], True), (["length"], False)):
+        settings = env_settings(RunConfig.model_validate(given | {"rewards": rewards}))
+        assert settings is not None
+        assert settings.alone == alone
 
 
 def test_nodes_are_said_with_their_processes() -> None:

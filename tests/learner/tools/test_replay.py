@@ -176,6 +176,24 @@ def test_other_rewards_are_those_of_the_functions(
     assert lines_of(place)[1]["loss/grad_norm"] != lines_of(recorded)[1]["loss/grad_norm"]
 
 
+def test_a_watch_changes_no_bit_of_what_is_learned(recorded: Path, tmp_path: Path) -> None:
+    """One that fails on some completions, and would change every reward if it counted."""
+    (tmp_path / "mine.py").write_text(
+        "def letters(completions, **_):\n    return [len(text) for text in completions]\n"
+        "def strict(completions, **_):\n    return [float('nan') if len(text) % 2 else -9.0 for text in completions]\n"
+    )
+    letters, strict = (f"use: {tmp_path}/mine.py:{name}" for name in ("letters", "strict"))
+    learned = {}
+    for name, rewards in (("alone", f"{{{letters}}}"), ("watched", f"{{{strict}, watch: true}}, {{{letters}}}")):
+        place = tmp_path / name
+        assert main(["replay", str(recorded), f"rewards=[{rewards}]", "--output", str(place), "--json"]) == 0
+        learned[name] = (place / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert learned["watched"] == learned["alone"]
+    rows = [ledger.read(tmp_path / name / "rollouts" / "step-000004.parquet") for name in learned]
+    assert [row.column("reward_status").to_pylist() for row in rows] == [["ok"] * len(rows[0])] * 2
+    assert {name for row in parts_of(rows[1]) for name in row} == {"strict", "letters"}
+
+
 def test_rewards_that_are_named_are_asked_again(recorded: Path, tmp_path: Path) -> None:
     """Their file may have changed since; the rewards that the steps were recorded with are no function's."""
     place = tmp_path / "again"

@@ -77,6 +77,17 @@ def test_a_run_to_come(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(alone["functions"]) == ["exact"]
 
 
+def test_a_watch_is_shown_and_has_no_part_in_the_reward(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load(Path("run.yaml").read_text())
+    config["rewards"].append({"use": "mine.py:tokens", "watch": True, "name": "brief"})
+    Path("watched.yaml").write_text(yaml.safe_dump(config))
+    found, watched = (tried(capsys, "--config", f"{name}.yaml", "--completion", "6") for name in ("run", "watched"))
+    assert [one["reward"] for one in watched["completions"]] == [one["reward"] for one in found["completions"]]
+    assert {one["parts"]["brief"] for one in watched["completions"]} > {0.0}
+    assert main(["rewards", "try", "--config", "watched.yaml"]) == 0
+    assert "reward 'brief' is a watch: it has no part in the reward" in capsys.readouterr().out
+
+
 def test_what_a_function_prints_is_not_in_the_json(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "loud.py").write_text(
         "import os\nprint('{')\n"

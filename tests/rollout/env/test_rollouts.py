@@ -125,6 +125,22 @@ async def test_a_group_of_trajectories_holds_all_that_was_sampled_and_answered(s
     assert sorted(sampling.seed for _, sampling in worker.engine.asked[15:]) == sorted(seeds)
 
 
+async def test_a_watch_beside_the_environment_s_own_rewards_leaves_them_as_they_are(tmp_path: Path) -> None:
+    """As beside a run without reward functions, also where the environment has given nothing."""
+    rewards, found = (RewardConfig(use=f"{tmp_path}/mine.py:said", watch=True),), []
+    for sample in (None, lambda ids, _: [CHAT.tokenizer.encode("3")[-1]] * 500):
+        for watches in ((), rewards):
+            worker = RolloutWorker(replace(alone(spec(tmp_path, sample=sample)), rewards=watches))
+            await worker.take_policy(Adapter.build(3, b"three", {}))
+            table = await worker.rollout(PROBLEM, replace(SAMPLING, n=2), 0)
+            await worker.close()
+            assert table is not None
+            found.append([table.column(name).to_pylist() for name in ("reward", "reward_status", "reward_error")])
+            assert all(("said" in parts) == bool(watches) for parts in parts_of(table))
+    assert found[0] == found[1] == [[1.5] * 2, ["ok"] * 2, [None] * 2]
+    assert found[2] == found[3] == [[0.0] * 2, ["ok"] * 2, [None] * 2]
+
+
 async def test_to_ramble_is_not_free_where_the_environment_alone_rewards(tmp_path: Path) -> None:
     """Cut within its first turn, a trajectory was never answered, so no turn gave a reward."""
     made = spec(tmp_path, sample=lambda ids, _: [CHAT.tokenizer.encode("3")[-1]] * 500)
