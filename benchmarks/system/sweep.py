@@ -35,7 +35,7 @@ from benchmarks.system.system_run import (
 )
 
 LIMIT_S, LOOK_S = 3000.0, 0.5
-WORKLOADS = ("ragged", "real", "demo")
+WORKLOADS = {"ragged": [1, 2], "real": [1, 2], "demo": [1, 4]}  # how many runs, where --runs does not say it
 
 
 @dataclass
@@ -96,33 +96,33 @@ def measured(name: str, tree: Tree, runs: int, skip: int) -> Measured:
     return Measured(name, runs, (end - begin) / steps, watch.peak)
 
 
-def workloads(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Tree, int]]:
-    """The configuration of each workload, and how many of its first steps do not count."""
-    found: dict[str, tuple[Tree, int]] = {}
+def workloads(options: argparse.Namespace, folder: Path) -> dict[str, tuple[str, Tree, int]]:
+    """Of each workload its kind, its configuration, and how many of its first steps do not count."""
+    found: dict[str, tuple[str, Tree, int]] = {}
     if "ragged" in options.workloads:
         tree = ragged(folder, options)
-        found["ragged 25M, float32"] = (tree | {"model": tree["model"] | {"dtype": "float32"}}, options.skip)
+        found["ragged 25M, float32"] = "ragged", tree | {"model": tree["model"] | {"dtype": "float32"}}, options.skip
     if "real" in options.workloads:
         for dtype in options.dtype:
-            found[f"SmolLM2-135M, {dtype}"] = (real(options.steps + options.skip, dtype), options.skip)
+            found[f"SmolLM2-135M, {dtype}"] = "real", real(options.steps + options.skip, dtype), options.skip
     if "demo" in options.workloads:
-        found["demo"] = (demo_of_one(40, 0), 10)
+        found["demo"] = "demo", demo_of_one(20, 0), 5
     return found
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     add_ragged_options(parser)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--runs", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     told = conditions(BOTH)
     found: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="gleaner-sweep-") as folder:
-        for name, (tree, skip) in workloads(options, Path(folder)).items():
+        for name, (kind, tree, skip) in workloads(options, Path(folder)).items():
             for _ in range(options.repeats):
-                for runs in options.runs:
+                for runs in options.runs or WORKLOADS[kind]:
                     found.append(measured(name, tree, runs, skip))
                     print(found[-1], flush=True)
     text = (

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common import ROOT
 from examples.random_model import make_tiny_model
 from rollout import ledger
 from tests.flow.run import Run, wait_until
@@ -83,6 +84,35 @@ def test_a_run_that_diverges_ends_alone_and_a_lost_generator_is_replaced_for_all
     wait_until(lambda: sweep.processes() == {}, "all processes to end", seconds=30)
     again = sweep.sweep("learner.learning_rate=1e-3,3e-3")
     assert sweep.ends(again).count(f"all {STEPS} steps are done already") == 2
+
+
+SCRIPT = """
+import json, sys
+from gleaner import sweep
+
+def short(completions, **columns):
+    return [-len(completion[0]["content"]) / 100 for completion in completions]
+
+values = {"seed": [0, 1], "learner.learning_rate": [1e-3, 1e30]}
+found = sweep(values, rewards=[short], zipped=True, config=sys.argv[1], steps=2)
+told = {name: [run.state, run.given["seed"], len(run.metrics), bool(run.adapter)] for name, run in found.runs.items()}
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_python_gets_each_run_s_result_also_where_one_has_failed(tmp_path: Path, model: Path) -> None:
+    sweep = Sweep(tmp_path, model)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(sweep.config)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=sweep.environment() | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    assert json.loads(sweep.ends(process).splitlines()[-1]) == {
+        "seed-0_learning_rate-0.001": ["done", "0", 3, True],
+        "seed-1_learning_rate-1e30": ["failed", "1", 1, False],
+    }
 
 
 @pytest.mark.long

@@ -184,17 +184,17 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
     async def kept(process: str, patience: Any) -> str:
         return process
 
-    async def close(processes: Any) -> None:
+    async def close(generators: Any, rewards: Any) -> None:
         """There are none."""
 
     nothing = SimpleNamespace(close=lambda: None)
     sinks = SimpleNamespace(timeline=nothing, metrics=nothing)
     prepared = SimpleNamespace(config=config_of("m"), resume_from=None)
     monkeypatch.setattr(launch, "start_processes", processes)
-    monkeypatch.setattr(launch, "_close", close)
+    monkeypatch.setattr(launch, "close_all", close)
     monkeypatch.setattr(launch, "kept_answering", kept)
-    monkeypatch.setattr(launch, "_sinks", lambda *_: sinks)
-    monkeypatch.setattr(launch, "_inputs", lambda *_: None)
+    monkeypatch.setattr(launch, "sinks_of", lambda *_: sinks)
+    monkeypatch.setattr(launch, "inputs_of", lambda *_: None)
     monkeypatch.setattr(launch, "wire", lambda *_: (SimpleNamespace(run=run, checkpoints=None), None))
     phases = SimpleNamespace(until_now=lambda *_: None, split=lambda *_: None)
     session = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside, watch=watch))

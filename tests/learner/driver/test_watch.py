@@ -89,9 +89,11 @@ def remarks(folder: Path) -> list[str]:
 async def test_an_exploit_is_told_once_in_the_run_at_its_end_in_the_report_and_in_python(
     tmp_path: Path, drifted: Run
 ) -> None:
-    told, last = await drifted(tmp_path, settings(tmp_path), honest=False)
-    assert told.startswith("step 2")
-    assert "the watch 'strict' has fallen" in told
+    *told, last = await drifted(tmp_path, settings(tmp_path), honest=False)
+    checks = [check for said in told for check in ("has not followed", "has fallen") if check in said]
+    assert len(checks) == len(set(checks)) == len(told), "each check speaks once"
+    assert "has fallen" in checks
+    assert all(said.startswith("step 2") for said in told)
     assert last.endswith("(docs/rewards.md, A watch)")
     assert remarks(tmp_path) == [f"Advice: {last}."]
     assert TrainResult(tmp_path, None, None, []).advice[0] == last
@@ -115,8 +117,9 @@ async def test_a_resumed_run_knows_the_steps_before(tmp_path: Path, drifted: Run
     """It sees what the whole run would, too few steps of its own or not, and does not say again what was said."""
     config = settings(tmp_path)
     assert await drifted(tmp_path, config, honest=False, steps=12) == []
-    told, last = await drifted(tmp_path, config, honest=False, steps=30, after=12)
-    assert told.startswith("step 2")
+    *told, last = await drifted(tmp_path, config, honest=False, steps=30, after=12)
+    assert told
+    assert all(said.startswith("step 2") for said in told)
     assert last.startswith("from steps 1-10 to steps 21-30 ")
     (again,) = await drifted(tmp_path, config, honest=False, steps=32, after=30)
     assert again.startswith("from steps 1-10 to steps 23-32 ")
