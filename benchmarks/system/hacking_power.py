@@ -304,7 +304,9 @@ def counted(found: Sequence[tuple[Asked, dict[str, int]]]) -> dict[str, Any]:
 
 def report(figures: Mapping[str, Any], told: dict[str, Any]) -> str:
     def cell(one: Mapping[str, float]) -> str:
-        return f"{one['alarms']} of {one['runs']} (< {one['upper']:.1%})"
+        return (
+            f"{one['alarms']} of {one['runs']} (< {math.ceil(1000 * one['upper']) / 10:.1f}%)"  # a bound is rounded up
+        )
 
     total = [
         [check, what, cell(figures["clean"][check]), "advice" if check in (*CHECKS, EITHER) else "no advice"]
