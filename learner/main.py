@@ -211,15 +211,43 @@ def run(asked: RunRequest) -> int:
     """Does what the command line asks for. Returns the exit code: 0 done or stopped with a checkpoint, 1 the run
     failed, 2 the configuration or its inputs are wrong, 130 stopped by a signal before the run began, or at once by a
     second Ctrl-C."""
+    return guarded(lambda: _run(asked), "the run")
+
+
+def guarded(work: Callable[[], int], what: str) -> int:
+    """Does the work of a command that trains, in a place where it can, and returns its exit code, or 130 if a signal
+    stops it before `what` began."""
     try:
         with process.interrupting():
             if wrong := process.hidden_package() or process.wrong_place():
                 print(f"error: {wrong}", file=sys.stderr)
                 return 2
-            return _run(asked)
+            return work()
     except KeyboardInterrupt:  # a run that has begun is stopped by learner.driver.launch, with a checkpoint
-        print("stopped before the run began", file=sys.stderr)
+        print(f"stopped before {what} began", file=sys.stderr)
         return 130
+
+
+def concluded(work: Callable[[], int], last: str) -> int:
+    """Does work that may start a run, and returns its exit code; prints the error that ended it. Raises
+    KeyboardInterrupt if a signal ended it before it began. last: what the same command goes on from."""
+    from cluster.errors import WrongInput
+    from learner.driver import failure
+
+    try:
+        return work()
+    except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
+        raise KeyboardInterrupt from error
+    except asyncio.CancelledError as error:  # a second Ctrl-C in a run, or a signal during its start
+        begun = f"stopped at once; the same command goes on from {last}"
+        print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
+        return 130
+    except (Exception, BaseExceptionGroup) as several:
+        cause = failure.first_of(several)
+        if isinstance(cause, WrongInput):  # some mistakes show only on the nodes of a cluster that was joined
+            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
+            return 2
+        return _fail(cause)
 
 
 def _run(asked: RunRequest) -> int:
@@ -227,7 +255,6 @@ def _run(asked: RunRequest) -> int:
     the run to end before it has begun."""
     from cluster.errors import WrongInput  # imported here and below, once it is known that our packages are ours
     from learner.config import load
-    from learner.driver import failure
     from learner.driver import memory as known_cards
 
     if asked.keys:
@@ -257,20 +284,10 @@ def _run(asked: RunRequest) -> int:
     from rollout.data import model_files
 
     model_files.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
-    try:
-        return _dry_run(config, assumed, verbose=asked.verbose) if asked.dry_run else _train(config)
-    except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
-        raise KeyboardInterrupt from error
-    except asyncio.CancelledError as error:  # a second Ctrl-C in a run, or a signal during its start
-        begun = "stopped at once; the same command goes on from its last checkpoint"
-        print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
-        return 130
-    except (Exception, BaseExceptionGroup) as several:
-        cause = failure.first_of(several)
-        if isinstance(cause, WrongInput):  # some mistakes show only on the nodes of a cluster that was joined
-            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
-            return 2
-        return _fail(cause)
+    return concluded(
+        lambda: _dry_run(config, assumed, verbose=asked.verbose) if asked.dry_run else _train(config),
+        "its last checkpoint",
+    )
 
 
 def _tell_more(wrong: "WrongSettings", cards: "Cards | None") -> None:

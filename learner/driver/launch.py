@@ -59,12 +59,7 @@ async def run(prepared: Prepared) -> int:
         # Logging is set up inside this block, where Progress prints lines above its live table.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         progress.note(f"run folder {config.run_dir}")
-        for skipped in prepared.skipped_checkpoints:
-            progress.note(f"checkpoint skipped: {skipped}")
-        for changed in prepared.changed:
-            progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
-        checkpoint.forget_leftovers(config.run_dir / "checkpoints")
-        publish_newest(prepared, progress)
+        take_up(prepared, progress)
         if prepared.finished_steps >= prepared.total_steps:
             progress.note(
                 f"all {prepared.total_steps} steps are done already: raise steps or epochs, or give another name="
@@ -170,7 +165,17 @@ def sinks_of(prepared: Prepared, progress: Progress, phases: Phases) -> Sinks:
     return Sinks(folder, metrics, timeline, progress, phases, PlanFile(folder, prepared.budgets))
 
 
-def publish_newest(prepared: Prepared, progress: Progress) -> None:
+def take_up(prepared: Prepared, progress: Progress) -> None:
+    """Says what checkpoints the run leaves out and which changes it allows, and mends what a kill has left."""
+    for skipped in prepared.skipped_checkpoints:
+        progress.note(f"checkpoint skipped: {skipped}")
+    for changed in prepared.changed:
+        progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
+    checkpoint.forget_leftovers(prepared.config.run_dir / "checkpoints")
+    _publish(prepared, progress)
+
+
+def _publish(prepared: Prepared, progress: Progress) -> None:
     """Publishes the checkpoint that the run resumes from, if a kill came between its commit and its publication."""
     if prepared.resume_from is None:
         return

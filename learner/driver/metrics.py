@@ -1,5 +1,6 @@
 """Computes the metrics of a batch of groups, warns where they show no training signal, and ends a run whose generators
-and learner disagree. No function here does any I/O; learner.driver.loop calls them."""
+and learner disagree. learner.driver.loop calls these functions. The only I/O is RewardWatch's, which reads the steps
+before a resume."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence

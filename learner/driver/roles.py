@@ -119,12 +119,19 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     sharded = config.arrangement.in_shards
     met = await joined(learner, config.cluster.deadlines, sharded=sharded)
     trainer = WatchedLearner(met, config.cluster.deadlines.heartbeat)
-    if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
-        longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
-        fits = await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
+    if fits := await rehearsed(prepared, trainer):
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     stays = await weights_stay(config, session, trainer, workers, note)
     return Processes(list(workers), rewards, trainer, stays)
+
+
+async def rehearsed(prepared: Prepared, trainer: Actor[TrainerService]) -> dict[str, float]:
+    """Has the learner compute its largest micro-batches once, where its memory is limited; else returns no metrics."""
+    config = prepared.config
+    if config.cluster.gpus.learner == 0 and prepared.budgets.learner_bytes is None:
+        return {}
+    longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
+    return await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
 
 
 def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServer]]:
@@ -266,12 +273,10 @@ def make_trainers(configs: Sequence[RunConfig], total_steps: Sequence[int], memo
     from learner.trainer.trainer import Trainer, Trainers
 
     if configs[0].cluster.gpus.learner == 0:
-        begun = [config.run_dir for config in configs if read_policies(config.run_dir)]
-        settle_products([*begun, configs[0].run_dir][0])
+        settle_products(next((one.run_dir for one in configs if read_policies(one.run_dir)), configs[0].run_dir))
 
     def made(run: int, first: Trainer | None) -> Trainer:
-        kind = Trainer if first is None else partial(Trainer, beside=first, number=run)
-        return _built(kind, configs[run], total_steps[run], memory_bytes)
+        return _built(partial(Trainer, beside=first, number=run), configs[run], total_steps[run], memory_bytes)
 
     return Trainers([made] * len(configs))
 

@@ -16,16 +16,22 @@ from tests.flow.run import environment
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_the_demo_learns_from_rewards_that_stay_with_their_completions(tmp_path: Path) -> None:
-    overrides = ["steps=20", "data.eval.size=100", "data.eval.every=20", f"output_dir={tmp_path}", "trackers=[]"]
+def demo(tmp_path: Path, *overrides: str) -> tuple[Path, str]:
+    """A run of the demo, which must come to its end: its folder, and what it printed."""
     told = subprocess.run(
-        [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml", *overrides],
+        [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml", *overrides,
+         f"output_dir={tmp_path}", "trackers=[]"],
         capture_output=True, text=True, cwd=ROOT, env=environment(str(tmp_path)), timeout=380,
     )  # fmt: skip
     assert told.returncode == 0, told.stdout + told.stderr
-    folder = tmp_path / "demo-seed0"
+    return tmp_path / "demo-seed0", told.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_demo_learns_from_rewards_that_stay_with_their_completions(tmp_path: Path) -> None:
+    overrides = ["steps=20", "data.eval.size=100", "data.eval.every=20"]
+    folder, _ = demo(tmp_path, *overrides)
     lines = {line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     # 0.33 and 0.88 on seeds 0 to 2; a run that learns nothing stays where it began.
     assert lines[0]["eval/accuracy"] < 0.45
@@ -66,20 +72,15 @@ def test_a_watch_finds_what_a_loophole_teaches_and_nothing_in_an_honest_run(tmp_
     (tmp_path / "loophole.py").write_text(LOOPHOLE)
     trained, watch = ("reasoning_gym", "number") if honest else (f"{tmp_path}/loophole.py:brief", "reasoning_gym")
     rewards = f"rewards=[{{use: {trained}}}, {{use: {watch}, watch: true, name: right}}]"
-    overrides = ["steps=45", "data.eval.every=0", f"output_dir={tmp_path}", "trackers=[]", rewards]
-    told = subprocess.run(
-        [sys.executable, "-m", "learner.main", "--config", "configs/local_cpu.yaml", *overrides],
-        capture_output=True, text=True, cwd=ROOT, env=environment(str(tmp_path)), timeout=380,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stdout + told.stderr
-    folder = tmp_path / "demo-seed0"
+    overrides = ["steps=45", "data.eval.every=0", rewards]
+    folder, told = demo(tmp_path, *overrides)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     change = {name: lines[-1][name] - lines[0][name] for name in ("reward/mean", "reward/right")}
     assert change["reward/mean"] > 0.02
     assert (change["reward/right"] > 0) == honest
     page = unpacked(blocks_of(folder, None, 2**20)[1]["head"])
     said = [remark for remark in page["runs"][0]["remarks"] if remark.startswith("Advice: ")]
-    in_words = " ".join(told.stdout.split())
+    in_words = " ".join(told.split())
     if honest:
         assert said == []
         assert "the watch 'right'" not in in_words

@@ -2,7 +2,6 @@
 sweep."""
 
 import asyncio
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from learner.driver import process
-from learner.main import Request, epilog, positive
+from learner.main import Request, concluded, epilog, guarded, positive
 
 if TYPE_CHECKING:
     from cluster.config import Deadlines
@@ -74,53 +73,25 @@ class SweepRequest(Request):
 def run(asked: SweepRequest) -> int:
     """Exit code: 0 all runs are done, or stopped with a checkpoint; 1 a run failed; 2 an input is wrong; 130 stopped by
     a signal before the runs began, or at once."""
-    if wrong := process.hidden_package() or process.wrong_place():
-        print(f"error: {wrong}", file=sys.stderr)
-        return 2
-    try:
-        with process.interrupting():
-            return _run(asked)
-    except KeyboardInterrupt:
-        print("stopped before the runs began", file=sys.stderr)
-        return 130
+    return guarded(lambda: concluded(lambda: _run(asked), "the last checkpoints"), "the runs")
 
 
 def _run(asked: SweepRequest) -> int:
-    from cluster.actor import ClusterLost
     from cluster.errors import WrongInput
-    from learner.driver import failure
     from learner.driver.memory import cards_of
-    from learner.main import leave
     from learner.tools.sweep.runs import check_folder, sweep_of
     from rollout.data import model_files
 
     process.streams_are_commentary()
-    try:
-        assumed = cards_of(asked.assume_gpus) if asked.assume_gpus is not None else None
-        if assumed is not None and not asked.dry_run:
-            raise WrongInput("--assume-gpus: a sweep needs the cards themselves; give it with --dry-run")
-        count = None if assumed is None else assumed.count
-        sweep = sweep_of(asked.config, asked.overrides or (), zipped=asked.zip, cards=count)
-        first = sweep.configs[0]
-        check_folder(first.run_dir.parent)
-        model_files.settle([first.model.path, first.model.reference, first.data.path, first.data.eval.path])
-        return _dry_run(sweep, asked.keep, assumed) if asked.dry_run else _train(sweep, asked.keep)
-    except SystemExit as error:  # while Ray starts, SIGTERM raises SystemExit
-        raise KeyboardInterrupt from error
-    except asyncio.CancelledError as error:
-        begun = "stopped at once; the same command goes on from the last checkpoints"
-        print(f"stopped {error.args[0]}" if error.args else begun, file=sys.stderr)
-        return 130
-    except (Exception, BaseExceptionGroup) as several:
-        cause = failure.first_of(several)
-        if isinstance(cause, WrongInput):
-            print(f"error: {cause}".replace("\n", "\nerror: "), file=sys.stderr)
-            return 2
-        text, code = failure.tell(cause)
-        print(text, file=sys.stderr, flush=True)
-        if isinstance(cause, ClusterLost):
-            leave(code)  # see learner.main
-        return code
+    assumed = cards_of(asked.assume_gpus) if asked.assume_gpus is not None else None
+    if assumed is not None and not asked.dry_run:
+        raise WrongInput("--assume-gpus: a sweep needs the cards themselves; give it with --dry-run")
+    count = None if assumed is None else assumed.count
+    sweep = sweep_of(asked.config, asked.overrides or (), zipped=asked.zip, cards=count)
+    first = sweep.configs[0]
+    check_folder(first.run_dir.parent)
+    model_files.settle([first.model.path, first.model.reference, first.data.path, first.data.eval.path])
+    return _dry_run(sweep, asked.keep, assumed) if asked.dry_run else _train(sweep, asked.keep)
 
 
 def _dry_run(sweep: "Sweep", keep: int | None, cards: "Cards | None") -> int:

@@ -23,7 +23,7 @@ from cluster.files import writing
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session, connect
 from learner.config import generator_roles, learner_roles, roles
-from learner.driver import checkpoint, launch, process
+from learner.driver import launch, process
 from learner.driver.arrangement import Hooks, Turns
 from learner.driver.console import Phases
 from learner.driver.failure import LearnerLost, RunEnded, WatchedLearner, first_of, sentence_of, tell
@@ -31,7 +31,7 @@ from learner.driver.loop import Loop
 from learner.driver.memory import stored_bytes
 from learner.driver.preflight import Prepared
 from learner.driver.record import closed
-from learner.driver.roles import ALLOCATOR, check_nodes, learner_started, make_trainers, started, worker_spec
+from learner.driver.roles import ALLOCATOR, check_nodes, learner_started, make_trainers, rehearsed, started, worker_spec
 from learner.tools.sweep import FILE
 from learner.tools.sweep.runs import Named, Sweep, folder_of, rungs
 from learner.tools.sweep.table import ACCURACY, RowProgress, SweepProgress
@@ -271,12 +271,7 @@ def _member(number: int, named: Named, prepared: Prepared, together: SweepProgre
     config, total = prepared.config, prepared.total_steps
     progress = RowProgress(named.name, total, config.kv_dtype, together, config.data.eval.every)
     member = Member(number, named, prepared, progress)
-    for skipped in prepared.skipped_checkpoints:
-        progress.note(f"checkpoint skipped: {skipped}")
-    for changed in prepared.changed:
-        progress.note(f"changed since the checkpoint, as resume_allow_changed allows: {changed}")
-    checkpoint.forget_leftovers(config.run_dir / "checkpoints")
-    launch.publish_newest(prepared, progress)
+    launch.take_up(prepared, progress)
     if prepared.finished_steps >= total:
         member.state = "done"
         together.state(named.name, f"{total}/{total} done")
@@ -438,9 +433,7 @@ async def _train(
     process.streams_kept_in(config.run_dir.parent / process.CONSOLE)
     member.state = "running"
     with closed(sinks):
-        if config.cluster.gpus.learner > 0 or prepared.budgets.learner_bytes is not None:
-            longest, taught = config.rollout.max_prompt_length, config.data.teacher.longest
-            await trainer.call(TrainerService.rehearse, config.cluster.deadlines.step, longest, taught)
+        await rehearsed(prepared, trainer)
         inputs = replace(launch.inputs_of(prepared, False), hooks=HooksOfRun(learner.turn, learner.run))
         member.loop, _ = launch.wire(inputs, generators, trainer, sinks)
         member.loop.stop = member.stop

@@ -175,6 +175,14 @@ def dropped(members: Sequence[Member]) -> list[int]:
     return [member.number for member in members if member.dropped]
 
 
+def second_rung(halving: Halving, members: Sequence[Member]) -> None:
+    """Of runs 1 and 2, which are left, the better goes on."""
+    members[1].before.append((8, 0.4))
+    members[2].before.append((8, 0.6))
+    halving.decide()
+    assert dropped(members) == [0, 1, 3]
+
+
 def test_the_better_half_goes_on_at_each_rung_once_all_have_reached_it() -> None:
     members = members_of([[(0, 0.1), (4, 0.2)], [(4, 0.5)], [(4, 0.3)], [(0, 0.9)]])
     halving = Halving(members, keep=1)
@@ -183,10 +191,7 @@ def test_the_better_half_goes_on_at_each_rung_once_all_have_reached_it() -> None
     members[3].before.append((5, 0.2))
     halving.decide()
     assert dropped(members) == [0, 3]
-    members[1].before.append((8, 0.4))
-    members[2].before.append((8, 0.6))
-    halving.decide()
-    assert dropped(members) == [0, 1, 3]
+    second_rung(halving, members)
 
 
 def test_rungs_that_were_decided_before_a_new_start_drop_nobody_again() -> None:
@@ -197,10 +202,7 @@ def test_rungs_that_were_decided_before_a_new_start_drop_nobody_again() -> None:
     halving = Halving(members, keep=1)
     halving.decide()
     assert dropped(members) == [0, 3]
-    members[1].before.append((8, 0.4))
-    members[2].before.append((8, 0.6))
-    halving.decide()
-    assert dropped(members) == [0, 1, 3]
+    second_rung(halving, members)
 
 
 def test_runs_that_have_ended_hold_up_nobody() -> None:
