@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import logging
 import os
 import queue
@@ -20,6 +19,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, dropwhile
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,8 @@ class Request:
     """The command for Engine.generate and Engine.probe.
 
     read: (vLLM's output, version of the policy that the request began with) -> the answer. adapter: that policy; None
-    until the request is in the engine. run: number of the run that asks.
+    until the request is in the engine. run: number of the run that asks. in_turn: whether it waits for its run's turn,
+    where runs take turns; a probe does not.
     """
 
     id: str
@@ -95,6 +96,7 @@ class Request:
     answer: Future[Any] = field(default_factory=Future)
     adapter: Resident | None = None
     run: int = 0
+    in_turn: bool = True
 
 
 @dataclass(slots=True)
@@ -150,6 +152,11 @@ Command = Request | Load | Read | Peak | Rest | Share
 class EngineSteps:
     """What the engine's thread does: execute commands in order, step the engine, answer finished requests.
 
+    On a CPU the runs of an engine take turns: those of one run that have arrived are generated, then those of another.
+    A step's time grows there with its sequences (SmolLM2-135M in float32: 35 ms, and 2.1 ms for each), so two runs that
+    decode together end nearly as late as the second of two that follow each other, and the learner waits for both
+    (benchmarks/results/sweep.md). On a card a step takes about as long with twice as many sequences.
+
     backlog: commands that are not executed yet. running: requests in the engine, by id.
     """
 
@@ -162,6 +169,7 @@ class EngineSteps:
         self._policies = self._of_run[0]  # of the only run, where an engine of several runs does not get the command
         self._adapters, self._shares = settings.max_lora_rank > 0, settings.shares_base
         self._continues = settings.in_flight == "continue"
+        self._take_turns = len(windows) > 1 and engine.vllm_config.device_config.device_type == "cpu"
 
     @property
     def idle(self) -> bool:
@@ -171,10 +179,10 @@ class EngineSteps:
     def turn(self) -> None:
         """Executes the commands that need not wait, then steps the engine once and answers finished requests. Behind a
         command that waits all others of its run wait, in their order."""
-        index, waiting = 0, set[int]()
+        index, waiting, later = 0, set[int](), self._of_later_turns()
         while index < len(self.backlog):
             command = self.backlog[index]
-            if command.run not in waiting:
+            if command.run not in waiting and id(command) not in later:
                 with self._nothing_ahead() if isinstance(command, Load) else nullcontext():
                     done = self._execute(command)
                 if done:
@@ -184,6 +192,17 @@ class EngineSteps:
             index += 1
         if self.engine.has_unfinished_requests():
             self._step()
+
+    def _of_later_turns(self) -> set[int]:
+        """id() of each request in the backlog that waits for another run's turn to end. A turn goes to the run of the
+        oldest request, and ends with its last request that came before those of others."""
+        asked = [one for one in self.backlog if isinstance(one, Request) and one.in_turn] if self._take_turns else []
+        if not asked:
+            return set()
+        run = next((one.run for one in self.running.values() if one.in_turn), None)
+        if run is None:
+            return {id(one) for one in asked if one.run != asked[0].run}
+        return {id(one) for one in dropwhile(lambda one: one.run == run, asked)}
 
     def abort_unwanted(self) -> None:
         """Ends requests whose caller was cancelled."""
@@ -470,7 +489,7 @@ class VllmEngine:
 
             prepare_cpu_process()
         self._settings, self._run, self._open = self._of_runs[0], 0, set(range(len(self._of_runs)))
-        self._ids = itertools.count()
+        self._ids = count()
         read = read_continued if settings.in_flight == "continue" else read_completions
         self._read = partial(read, experts=settings.records_experts)
         self._thread = EngineThread(settings, [one.adapter_window for one in self._of_runs], arguments)
@@ -497,7 +516,7 @@ class VllmEngine:
         if len(token_ids) < 2:
             raise ValueError(f"a probe needs at least 2 tokens, got {len(token_ids)}")
         prompt = checked_prompt(token_ids, 1, self._settings.max_model_len, self._thread.vocab_size)
-        request = Request(f"r{next(self._ids)}", prompt, probe_params(), read_probe, run=self._run)
+        request = Request(f"r{next(self._ids)}", prompt, probe_params(), read_probe, run=self._run, in_turn=False)
         logprobs: NDArray[np.float32] = await self._thread.call(request)
         return logprobs
 

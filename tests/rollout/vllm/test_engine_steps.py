@@ -74,3 +74,72 @@ def test_a_fault_in_such_a_step_ends_the_engine_and_is_no_answer_to_the_load() -
     assert not command.answer.done()
     assert list(turns.unanswered()) == [command]
     assert engine.called[-1] == "wake scheduling"
+
+
+class Generating(Ahead):
+    """A vLLM on a device of this kind that generates requests until `end` is called."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__([])
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+        self.began: list[str] = []
+
+    def add_request(self, name: str, *_: object, **__: object) -> None:
+        self.began.append(name)
+
+
+class Runs:
+    """Three runs on one such engine, whose requests are named by their run: a1 is run 0's first."""
+
+    def __init__(self, device: str) -> None:
+        self.engine: Any = Generating(device)
+        self.turns = EngineSteps(
+            self.engine, settings(Path("/nowhere")), [AdapterWindow(2, run, 3) for run in range(3)]
+        )
+        for run, policies in enumerate(self.turns._of_run):
+            policies._window.add(Resident(0, "v0", Path(), frozenset(), 8, run + 1, run=run))
+
+    def ask(self, *names: str) -> list[str]:
+        """Returns the requests that begin once these have arrived; one whose name ends in p is a probe."""
+        for name in names:
+            asked = Request(name, [1], None, lambda output, version: version, run="abc".index(name[0]))
+            asked.in_turn = not name.endswith("p")
+            self.turns.backlog.append(asked)
+        before = len(self.engine.began)
+        self.turns.turn()
+        return list(self.engine.began[before:])
+
+    def end(self, *names: str) -> list[str]:
+        """Returns the requests that begin once these have ended."""
+        for name in names:
+            self.turns._finish(SimpleNamespace(request_id=name, finished=True))
+        return self.ask()
+
+
+def test_on_a_cpu_the_runs_of_an_engine_generate_in_turns() -> None:
+    runs = Runs("cpu")
+    assert runs.ask("a1", "a2") == ["a1", "a2"]
+    assert runs.ask("a3", "b1", "a4", "c1", "b2") == ["a3"], "a4 came after a request of another run"
+    assert runs.ask("bp") == ["bp"], "a probe, which proves a policy, waits for no completions"
+    assert runs.end("a1", "a2") == []
+    assert runs.end("a3") == ["b1", "b2"], "all of the run's that have arrived, whatever came between them"
+    assert runs.end("bp", "b1") == []
+    assert runs.end("b2") == ["a4"]
+    assert runs.ask("a5") == [], "c1 is older"
+    assert runs.end("a4") == ["c1"]
+    assert runs.end("c1") == ["a5"]
+    assert runs.end("a5") == []
+    assert not runs.turns.backlog
+
+
+def test_a_turn_passes_on_when_its_requests_are_cancelled() -> None:
+    runs = Runs("cpu")
+    assert runs.ask("a1", "b1", "c1") == ["a1"]
+    waiting = next(one for one in runs.turns.backlog if isinstance(one, Request) and one.id == "b1")
+    waiting.answer.cancel()
+    runs.end("a1")
+    assert runs.ask() == ["c1"]
+
+
+def test_on_a_card_the_runs_of_an_engine_generate_together() -> None:
+    assert Runs("cuda").ask("a1", "b1", "a2", "c1") == ["a1", "b1", "a2", "c1"]

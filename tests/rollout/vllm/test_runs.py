@@ -69,12 +69,13 @@ def test_runs_share_an_engine_and_nothing_else(case: EngineCase) -> None:
         await asyncio.sleep(0.02)
         waits = asyncio.create_task(first.load_adapter(dataclasses.replace(adapters[0], version=3)))
         await asyncio.sleep(0)
-        await second.generate(PROMPT, Sampling(n=1, max_tokens=4, seed=3))
+        await second.load_adapter(dataclasses.replace(other, version=5))
+        await second.probe(PROMPT)  # completions would wait for the first run's turn to end, as on every CPU
         assert not waits.done(), "all three versions of the window are in use"
         await asyncio.gather(waits, *under_way)
         await first.close()
         (still,) = await second.generate(PROMPT, Sampling(n=1, max_tokens=8, seed=3))
-        assert still.versions.tolist() == [4] * len(still.token_ids)
+        assert still.versions.tolist() == [5] * len(still.token_ids)
         await second.close()
         with pytest.raises(EngineError, match="closed"):
             await second.generate(PROMPT, Sampling(n=1, max_tokens=4))
