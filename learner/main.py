@@ -283,7 +283,8 @@ def _run(asked: RunRequest) -> int:
         return 2
     from rollout.data import model_files
 
-    model_files.settle([config.model.path, config.model.reference, config.data.path, config.data.eval.path])
+    model = config.model
+    model_files.settle([model.path, model.reference, model.teacher, config.data.path, config.data.eval.path])
     return concluded(
         lambda: _dry_run(config, assumed, verbose=asked.verbose) if asked.dry_run else _train(config),
         "its last checkpoint",

@@ -20,7 +20,8 @@ from rollout.schema import SCHEMA, check, check_rows
 
 MOST = 2**32  # greatest size of a step's rows in memory, bytes
 TEXT = "BYTE_ARRAY"
-NEW_IN_6 = ("teacher_prompt_ids",)
+NEW_IN_7 = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+NEW_IN_6 = ("teacher_prompt_ids", *NEW_IN_7)
 NEW_IN_5 = ("routed_experts", *NEW_IN_6)
 NEW_IN_4 = ("logged", *NEW_IN_5)
 NEW_IN_3 = ("reward_error", *NEW_IN_4)
@@ -31,6 +32,7 @@ SINCE = {
     b"3": NEW_IN_4,
     b"4": NEW_IN_5,
     b"5": NEW_IN_6,
+    b"6": NEW_IN_7,
 }  # an older version -> the columns that it lacks
 
 

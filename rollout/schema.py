@@ -30,7 +30,7 @@ from rewards.base import counts
 from rewards.pool import Scores
 from rollout.types import Completion
 
-VERSION = "6"
+VERSION = "7"
 
 
 TURN = pa.struct(
@@ -90,6 +90,12 @@ SCHEMA = pa.schema(
         pa.field("routed_experts", pa.binary()),
         # the prompt that a teacher is given in place of prompt_ids (data.teacher); null: the same
         pa.field("teacher_prompt_ids", pa.list_(pa.int32())),
+        # what model.teacher says of this trajectory; null: there is no such teacher
+        pa.field("teacher_logprobs", pa.list_(pa.float32())),  # [T] nats, of completion_ids; 0 for observations
+        # the k tokens that it finds likeliest at each place (learner.loss.teacher_top), row-major, the likeliest first;
+        # null where k is 0
+        pa.field("teacher_top_ids", pa.list_(pa.int32())),  # [T * k]
+        pa.field("teacher_top_logprobs", pa.list_(pa.float32())),  # [T * k] nats
     ],
     metadata={"gleaner.schema": VERSION},
 )
@@ -156,7 +162,7 @@ def check(table: pa.Table) -> pa.Table:
     if found != VERSION:
         raise ValueError(
             f"rollout table: schema version must be {VERSION}, got {found}; rollout.ledger reads "
-            "those of versions 1 to 5, re-record others"
+            "those of versions 1 to 6, re-record others"
         )
     if not table.schema.equals(SCHEMA):
         raise ValueError(f"rollout table: fields differ from schema version {VERSION}: {table.schema}")
@@ -178,15 +184,38 @@ def check_rows(table: pa.Table) -> pa.Table:
             if any(part.null_count for part in parts):
                 raise ValueError(f"column {field.name} must hold no nulls in its lists")
     tokens = pc.list_value_length(table.column("completion_ids"))
-    for name in ("behavior_logprobs", "token_versions", "loss_mask"):
+    for name in ("behavior_logprobs", "token_versions", "loss_mask", "teacher_logprobs"):
         if pc.any(pc.not_equal(pc.list_value_length(table.column(name)), tokens)).as_py():
             raise ValueError(f"column {name} must hold a value for each of completion_ids")
+    _check_top(table, tokens.to_pylist())
     experts_of(table)
     for text in table.column("problem").unique().to_pylist():
         asked_of(text)
     for text in table.column("messages").unique().to_pylist():
         said_of(text)
     return table
+
+
+def _check_top(table: pa.Table, tokens: Sequence[int]) -> None:
+    """Raises ValueError where the teacher's likeliest tokens are not as many for each token, with a logprob each."""
+    ids, logs = (
+        pc.list_value_length(table.column(f"teacher_top_{name}")).to_pylist() for name in ("ids", "logprobs")
+    )
+    alone = pc.is_null(table.column("teacher_logprobs")).to_pylist()
+    for row, (length, count, other, missing) in enumerate(zip(tokens, ids, logs, alone, strict=True)):
+        if count != other:
+            raise ValueError(
+                f"columns teacher_top_ids and teacher_top_logprobs must be of one length, row {row} has {count} "
+                f"and {other}"
+            )
+        if count is None:
+            continue
+        if missing:
+            raise ValueError(f"column teacher_top_ids must come with teacher_logprobs, row {row} has none")
+        if count % length if length else count:
+            raise ValueError(
+                f"column teacher_top_ids must hold as many for each of {length} tokens, row {row} has {count}"
+            )
 
 
 def _named(values: pa.Array) -> list[pa.Array]:
@@ -359,6 +388,9 @@ def facts_of(problem: Problem, completions: Sequence[Completion], by: Origin) ->
         "problem": problem.to_json(),
         "prompt_ids": list(problem.prompt_ids),
         "teacher_prompt_ids": problem.teacher_ids,
+        "teacher_logprobs": None,
+        "teacher_top_ids": None,
+        "teacher_top_logprobs": None,
         "generate_ms": by.generate_ms,
         "worker": by.worker,
         "seed": -1 if by.seed is None else by.seed,

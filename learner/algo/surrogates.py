@@ -259,6 +259,9 @@ class LossConfig(Frozen):
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference. With LoRA that is the model with its adapter switched off, no second model;
     with `learner.mode: full` a second set of weights (`model.reference_dtype`). Raise it to stay close."""
+    teacher_top: Annotated[int, Field(ge=0, le=20)] = 0
+    """With `model.teacher`: its likeliest tokens at each place, over which, and all others as one, the KL is taken
+    exactly. 0: it is asked for the sampled token alone. More: less noise, and that many numbers for each token."""
     advantage: Advantage = "batch"
     """A reward less the mean of its group is divided by the standard deviation of the rewards of the group or the
     batch, or not at all (`none`: Dr. GRPO). `group` weighs groups of small differences up."""

@@ -253,6 +253,37 @@ MODEL = (
         or (c.model.reference_dtype != "auto" and (not _full(c) or c.learner.loss.beta == 0)),
     ),
 )  # fmt: skip
+TEACHER = (
+    Rule(
+        "model.teacher:", "needs learner.loss.beta above 0, the weight of what the teacher says",
+        "set it, for example beta=1 with learner.algorithm=distill, or leave model.teacher out",
+        ("learner.loss.beta",),
+        lambda c: c.model.teacher is not None and c.learner.loss.beta == 0,
+    ),
+    Rule(
+        "model.teacher:", "takes the place of a reference: it does not go with model.reference, reference_dtype or "
+        "data.teacher", "leave out what is not meant",
+        ("model.reference", "model.reference_dtype", "data.teacher.prompt", "data.teacher.system"),
+        lambda c: c.model.teacher is not None
+        and (c.model.reference is not None or c.model.reference_dtype != "auto" or c.data.teacher.privileged),
+    ),
+    Rule(
+        "model.teacher:", "does not go with learner.algorithm=ppo, nor with env.use, whose trajectories it is not "
+        "asked about", "leave one of them out", ("learner.algorithm", "env.use"),
+        lambda c: c.model.teacher is not None and (_ppo(c) or c.env.use is not None),
+    ),
+    Rule(
+        "model.teacher:", "needs rollout.temperature=1, the one of which vLLM tells a prompt's logprobs",
+        "set it, or leave model.teacher out", ("rollout.temperature",),
+        lambda c: c.model.teacher is not None and c.rollout.temperature != 1,
+    ),
+    Rule(
+        "learner.loss.teacher_top:", "is of the likeliest tokens of model.teacher: a teacher on the policy's base is "
+        "asked for the sampled token alone", "set model.teacher, or teacher_top=0",
+        ("learner.loss.teacher_top", "model.teacher"),
+        lambda c: c.learner.loss.teacher_top > 0 and c.model.teacher is None,
+    ),
+)  # fmt: skip
 FULL = (
     Rule(
         "learner.mode: full", "has no adapter, which learner.lora, learner.push=merged, learner.reduce=exact and "
@@ -333,11 +364,13 @@ LEARNER = (
     ),
     Rule(
         "learner.algorithm: distill", "needs a teacher, model.reference, an adapter of the same base (with "
-        "learner.mode=full a model), or data.teacher, another prompt; and learner.loss.beta above 0, its weight",
+        "learner.mode=full a model), model.teacher, a larger model, or data.teacher, another prompt; and "
+        "learner.loss.beta above 0, its weight",
         "set one of these, and for example beta=1",
-        ("learner.algorithm", "model.reference", "data.teacher.prompt", "learner.loss.beta"),
+        ("learner.algorithm", "model.reference", "model.teacher", "data.teacher.prompt", "learner.loss.beta"),
         # with one of these beta is asked for in any case
-        lambda c: _distills(c) and c.model.reference is None and not c.data.teacher.privileged,
+        lambda c: _distills(c) and c.model.reference is None and c.model.teacher is None
+        and not c.data.teacher.privileged,
     ),
     Rule(
         "learner.algorithm: distill", "learns from the teacher alone: it does not go with learner.loss.ratio, bounds, "
@@ -383,7 +416,7 @@ HARDWARE = (
 )  # fmt: skip
 
 RULES = (
-    *REWARDS, *DATA, *ENV, *MODEL, *FULL, *LEARNER, *HARDWARE,
+    *REWARDS, *DATA, *ENV, *MODEL, *TEACHER, *FULL, *LEARNER, *HARDWARE,
     *(rule for one in ARRANGEMENTS.values() for rule in one.rules),
 )  # fmt: skip
 

@@ -107,8 +107,8 @@ class LearnerConfig(Frozen):
     algorithm: Literal["grpo", "ppo", "distill"] = "grpo"
     """Where advantages come from: `grpo` compares the completions of a group; `ppo` asks a value model, token by token,
     and needs no groups. PPO for rewards of turns or long trajectories, where one number for all tokens says little.
-    `distill`: from a teacher, `model.reference` or the base that reads `data.teacher`, token by token, on the policy's
-    own completions; rewards are measured and teach nothing ([losses.md](losses.md))."""
+    `distill`: from a teacher, `model.reference`, `model.teacher` or the base that reads `data.teacher`, token by
+    token, on the policy's own completions; rewards are measured and teach nothing ([losses.md](losses.md))."""
     value: ValueConfig = ValueConfig()
     mode: Literal["lora", "full"] = "lora"
     """`lora` trains an adapter, `full` every weight of the model, at several times the memory."""
@@ -188,6 +188,9 @@ class ModelConfig(Frozen):
     """What to stay close to (`learner.loss.beta`), or with `learner.algorithm: distill` the teacher: a folder of an
     adapter; null: `adapter`, or the base. With `learner.mode: full` a whole model; null: the weights that training
     starts from."""
+    teacher: str | None = None
+    """A larger model with the same tokenizer that teaches the policy token by token, in a process of its own
+    (`learner.algorithm: distill`, or `learner.loss.beta` beside rewards): a folder or hub name."""
     reference_dtype: Literal["auto", "int8"] = "auto"
     """With `learner.mode: full`: how the reference's second set of weights is held; `auto`: as `dtype`, `int8`: half
     the bytes."""

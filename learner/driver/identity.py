@@ -48,7 +48,7 @@ class Fingerprints:
 
     data: Mapping[str, str]  # the rows that are trained on, in order
     rewards: Mapping[str, str]  # the file of each reward function, the files of each reward model
-    base: Mapping[str, str]  # files of the base model, of the reference, and of the value model's start
+    base: Mapping[str, str]  # files of the base model, of reference or teacher, and of the value model's start
     loss: Mapping[str, str] = field(default_factory=dict)  # the file of learner.loss.ratio, if it is the user's own
     env: Mapping[str, str] = field(default_factory=dict)  # the file of the environment
 
@@ -95,7 +95,9 @@ def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fin
     included: a change outside of these blocks is not noticed.
     """
     base = content_of(config.model.source)
-    if config.learner.loss.beta > 0:
+    if config.model.teacher is not None:
+        base |= {f"teacher {name}": digest for name, digest in content_of(config.model.teacher).items()}
+    elif config.learner.loss.beta > 0:
         kept = config.model.reference or config.model.adapter
         base |= {f"reference {name}": digest for name, digest in (content_of(kept) if kept else {}).items()}
     if config.learner.value.start is not None:
@@ -260,7 +262,7 @@ FREE = (
     "env.variables", "env.concurrency",
 )  # fmt: skip
 BY_CONTENT = (
-    "model.path", "model.revision", "model.adapter", "model.reference", "learner.value.start",
+    "model.path", "model.revision", "model.adapter", "model.reference", "model.teacher", "learner.value.start",
     "data.path", "data.split", "data.args", "data.size",
 )  # fmt: skip
 # The saved weights and optimizer states fit only these settings, so resume_allow_changed cannot name them.

@@ -57,8 +57,8 @@ def test_rollouts_of_version_1_are_read(type_of_parts: pa.DataType, tmp_path: Pa
     assert ledger.read(old).equals(group())
 
 
-@pytest.mark.parametrize("version", ["2", "3", "4", "5"])
-def test_rollouts_of_versions_2_to_5_are_read(version: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["2", "3", "4", "5", "6"])
+def test_rollouts_of_versions_2_to_6_are_read(version: str, tmp_path: Path) -> None:
     old = tmp_path / "step-000001.parquet"
     without = group().drop_columns(list(ledger.SINCE[version.encode()]))
     pq.write_table(without.replace_schema_metadata({"gleaner.schema": version}), old)
@@ -68,7 +68,7 @@ def test_rollouts_of_versions_2_to_5_are_read(version: str, tmp_path: Path) -> N
 def test_what_is_not_whole_of_version_1_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.parquet"
     pq.write_table(group().drop_columns(["seed"]).replace_schema_metadata({"gleaner.schema": "1"}), path)
-    with pytest.raises(ValueError, match="must be 6, got 1"):
+    with pytest.raises(ValueError, match="must be 7, got 1"):
         ledger.read(path)
 
 

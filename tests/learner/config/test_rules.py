@@ -19,6 +19,7 @@ PAGED, ROUNDED = "learner.optimizer.kind=paged_adamw_8bit", "learner.optimizer.k
 PPO, DISTILL = "learner.algorithm=ppo", "learner.algorithm=distill"
 HINTED = "data.teacher.system=Think."
 TAUGHT = [DISTILL, "model.reference=x", "learner.loss.beta=1"]
+LARGER = ["model.teacher=x", "learner.loss.beta=1"]
 SEVERAL = ("cluster.learners=2",)
 SPREAD = "cluster.tensor_parallel=2"
 OFFLOAD = "learner.checkpointing=offloaded"
@@ -135,6 +136,14 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([HINTED], "data.teacher: needs learner.loss.beta above 0, .*got learner.loss.beta=0"),
     ([HINTED, "learner.loss.beta=1", "env.use=a.py:A"], "data.teacher: does not go with env.use: .*got env.use=a.py:A"),
     (["data.teacher.max_prompt_length=99"], "data.teacher.max_prompt_length: is of the prompts that .*set one of"),
+    (["model.teacher=x"], "model.teacher: needs learner.loss.beta above 0, .*got learner.loss.beta=0"),
+    ([*LARGER, "model.reference=y"], "model.teacher: takes the place of a reference: .*got model.reference=y"),
+    ([*LARGER, HINTED], "model.teacher: takes the place of a reference: .*data.teacher.system=Think."),
+    ([*LARGER, FULL, "model.reference_dtype=int8"], "model.teacher: takes the place .*model.reference_dtype=int8"),
+    ([*LARGER, PPO], "model.teacher: does not go with .*got learner.algorithm=ppo"),
+    ([*LARGER, "env.use=a.py:A"], "model.teacher: does not go with .*, env.use=a.py:A"),
+    ([*LARGER, "rollout.temperature=0.9"], "model.teacher: needs rollout.temperature=1, .*got rollout.temperature=0.9"),
+    (["learner.loss.teacher_top=4"], "learner.loss.teacher_top: is of .*teacher_top=4, model.teacher=null"),
     ([DISTILL, "model.reference=x"], "model.reference, reference_dtype: need learner.loss.beta"),
     *(
         ([*TAUGHT, wrong], "learner.algorithm: distill learns from the teacher alone: it does not go with ")
@@ -168,6 +177,9 @@ ALLOWED = [
     [PPO, "rollout.num_generations=1", "learner.value.warmup=3"],
     [*TAUGHT, "rollout.num_generations=1", "learner.loss.mask_truncated=true", "learner.loss.kind=grpo"],
     [*TAUGHT, FULL],
+    [*LARGER, DISTILL, "learner.loss.teacher_top=20"],
+    [*LARGER, FULL, "learner.loss.teacher_top=4"],
+    [*LARGER, *SEVERAL, DIVIDED, "learner.updates_per_batch=2", CLIP],
     ["epochs=2"],
     ["rollout.in_flight=continue", "max_staleness=1"],
     ["model.base=nf4"],
