@@ -523,14 +523,12 @@ def to_yaml(config: RunConfig) -> str:
 # a branch or tag may point to another one on another node, or when a process is started again.
 
 
-FOLDERS = ("path", "adapter", "reference", "teacher")  # settings of `model` that may name one
-
-
 def absolute(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths to the model, its adapters, the data and the files of the user's functions,
     and with the commit of model.revision. A path that does not exist stays, and the check of its setting reports it."""
+    folders = ("path", "adapter", "reference", "teacher")
     model = config.model.model_copy(
-        update={name: _absolute_if_there(getattr(config.model, name)) for name in FOLDERS}
+        update={name: _absolute_if_there(getattr(config.model, name)) for name in folders}
         | {"revision": _commit(config.model)}
     )
     held_out = config.data.eval.model_copy(update={"path": _absolute_if_there(config.data.eval.path)})
