@@ -311,10 +311,10 @@ def _tell_more(wrong: "WrongSettings", cards: "Cards | None") -> None:
 
 
 def _dry_run(config: "RunConfig", cards: "Cards | None", *, verbose: bool) -> int:
-    from learner.driver import preflight, roles
+    from learner.driver import machine_checks, preflight
 
     prepared = preflight.rehearse(config, cards)
-    on_nodes = [] if cards is not None else asyncio.run(roles.rehearse_nodes(prepared))
+    on_nodes = [] if cards is not None else asyncio.run(machine_checks.rehearse_nodes(prepared))
     print(preflight.report(prepared, cards, on_nodes, verbose=verbose))
     return 0
 

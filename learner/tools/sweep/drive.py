@@ -28,10 +28,11 @@ from learner.driver.arrangement import Hooks, Turns
 from learner.driver.console import Phases
 from learner.driver.failure import LearnerLost, RunEnded, WatchedLearner, first_of, sentence_of, tell
 from learner.driver.loop import Loop
+from learner.driver.machine_checks import check_nodes
 from learner.driver.memory import stored_bytes
 from learner.driver.preflight import Prepared
 from learner.driver.record import closed
-from learner.driver.roles import ALLOCATOR, check_nodes, learner_started, make_trainers, rehearsed, started, worker_spec
+from learner.driver.roles import ALLOCATOR, learner_started, make_trainers, rehearsed, started, worker_spec
 from learner.tools.sweep import FILE
 from learner.tools.sweep.runs import Named, Sweep, folder_of, rungs
 from learner.tools.sweep.table import ACCURACY, RowProgress, SweepProgress

@@ -24,20 +24,19 @@ from cluster.ray_cluster import Node
 from learner.config import RunConfig
 from learner.config.load import absolute, load_config
 from learner.driver.identity import FILE, Fingerprints, check_same_run, fingerprints_of
-from learner.driver.preflight import prepare
-from learner.driver.roles import (
+from learner.driver.machine_checks import (
     Needs,
     NodeFacts,
     Wanted,
     downloads,
-    env_settings,
     lacks,
     look,
     needs,
     placed,
     short_of,
-    worker_spec,
 )
+from learner.driver.preflight import prepare
+from learner.driver.roles import env_settings, worker_spec
 from learner.main import main
 from learner.model.base import load_base, tensor_files
 from learner.tools.eval_command import EvalRequest
