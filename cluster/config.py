@@ -63,6 +63,10 @@ class GpuConfig(Frozen):
     0 for both roles to leave them alone."""
     learner: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of the learner, likewise. 1 for both roles: a card each."""
+    teacher: Annotated[float, Field(ge=0), AfterValidator(_slice_or_cards)] = 0.0
+    """Of `model.teacher`, likewise: a card of its own, several for one that is too large for it, or a slice of the card
+    of other roles, from which the memory plan then takes what it needs. Where nothing is said of `cluster.gpus` and
+    there are two cards, it has one of its own."""
 
     @property
     def own_cards(self) -> bool:
@@ -84,6 +88,8 @@ class CpuConfig(Frozen):
     learner: Annotated[int, Field(ge=1)] = 1
     """Cores, and compute threads, of the learner. Raise it where a run on CPUs says that training is the longer
     side."""
+    teacher: Annotated[int, Field(ge=1)] = 1
+    """Cores, and compute threads, of `model.teacher`. Raise it where `teacher/ms` is a large part of a group's time."""
 
 
 class RewardProcessConfig(Frozen):
@@ -114,8 +120,8 @@ class Deadlines(Frozen):
         push: for a policy to reach a generator, and for the answer to the probe; one more is given for each 50 MB of
           it, and with max_staleness above 0 `group` more, since both may have to wait for the completions under way.
         heartbeat: that a learner may go without a finished micro-batch (on a CPU: without any computation) before it
-          counts as hung; a generator, one of several ranks or of rewards.processes is replaced when its process gives
-          no answer for half as long.
+          counts as hung; a generator, one of several ranks or of rewards.processes, or the teacher, is replaced when
+          its process gives no answer for half as long.
     """
 
     start: Positive = 600.0

@@ -91,6 +91,21 @@ class Completion:
     experts: NDArray[np.int16] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """What a teacher says of one completion, given its prompt, at temperature 1. Compared by identity, as Completion.
+
+    Attributes:
+        logprobs: [T] float32, nats, of the completion's tokens.
+        top_ids, top_logprobs: [T, k] int32 and float32, the k tokens that it finds likeliest at each place, the
+            likeliest first; k may be 0.
+    """
+
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample the completions of one prompt.

@@ -27,9 +27,9 @@ def with_cards(tree: Mapping[str, Any], count: Callable[[], int]) -> dict[str, A
     """The settings `tree`, with `cluster.gpus` for this machine's cards if they say nothing of it.
 
     Each process of a role has a card of its own where there are enough of them, or where the settings want it so;
-    otherwise the roles are equal slices of one card. The roles stay on CPUs, as is their default, where the cards are
-    too few, and in float32, which vLLM's kernels for adapters on a card do not take. count: tells the number of cards;
-    it is asked only where the answer matters.
+    otherwise the roles are equal slices of one card. A teacher has one of its own if there are two. The roles stay on
+    CPUs, as is their default, where the cards are too few, and in float32, which vLLM's kernels for adapters on a card
+    do not take. count: tells the number of cards; it is asked only where the answer matters.
     """
     cluster, model = tree.get("cluster", {}), tree.get("model")
     float32 = isinstance(model, Mapping) and model.get("dtype") == "float32"
@@ -38,17 +38,20 @@ def with_cards(tree: Mapping[str, Any], count: Callable[[], int]) -> dict[str, A
     generators, learners = _number(tree, "rollout", "workers"), _number(tree, "cluster", "learners")
     shards = _number(tree, "cluster", "tensor_parallel")
     left = cards - _number(cluster, "rewards", "processes", 0) * _number(cluster, "rewards", "gpus", 0)
+    taught = isinstance(model, Mapping) and model.get("teacher") is not None
+    alone = taught and left > 1  # whether the teacher has a card of its own
+    left -= alone
     memory = tree.get("memory")
     layout = memory.get("layout", "auto") if isinstance(memory, Mapping) else "auto"
     own = shards > 1 or learners > 1 or layout in ("separate", "sharded")
-    share = 100 // (generators + 1) / 100
+    share = 100 // (generators + 1 + (taught and not alone)) / 100
     if left >= generators * shards + learners and (own or layout == "auto"):
         gpus = {"generator": float(shards), "learner": 1.0}
     elif left >= 1 and share > 0 and not own:
         gpus = {"generator": share, "learner": share}
     else:
         return dict(tree)
-    return {**tree, "cluster": {**cluster, "gpus": gpus}}
+    return {**tree, "cluster": {**cluster, "gpus": gpus | ({"teacher": 1.0 if alone else share} if taught else {})}}
 
 
 def _number(tree: Mapping[str, Any], section: str, key: str, default: int = 1) -> int:

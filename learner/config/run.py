@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationInfo, model_validator
 
-from cluster.config import RewardProcessConfig
+from cluster.config import CpuConfig, GpuConfig, RewardProcessConfig
 from cluster.placement import Role
 from learner.algo.surrogates import SURROGATES, LossConfig
 from learner.config.arrangement import ARRANGEMENTS, GPUS
@@ -278,6 +278,12 @@ TEACHER = (
         lambda c: c.model.teacher is not None and c.rollout.temperature != 1,
     ),
     Rule(
+        "cluster.gpus.teacher, cluster.cpus.teacher:", "are of the process of model.teacher",
+        "set it, or leave them out", ("model.teacher",),
+        lambda c: c.model.teacher is None
+        and (c.cluster.gpus.teacher, c.cluster.cpus.teacher) != (GpuConfig().teacher, CpuConfig().teacher),
+    ),
+    Rule(
         "learner.loss.teacher_top:", "is of the likeliest tokens of model.teacher: a teacher on the policy's base is "
         "asked for the sampled token alone", "set model.teacher, or teacher_top=0",
         ("learner.loss.teacher_top", "model.teacher"),
@@ -448,8 +454,9 @@ def _each_alone(info: ValidationInfo) -> bool:
 
 
 def roles(config: Settings) -> list[Role]:
-    """The processes of a run: its generators, the processes that only score, then the learner or its ranks."""
-    return [*generator_roles(config), *reward_roles(config), *learner_roles(config)]
+    """The processes of a run: its generators, the processes that only score, the teacher, then the learner or its
+    ranks."""
+    return [*generator_roles(config), *reward_roles(config), *teacher_roles(config), *learner_roles(config)]
 
 
 def generator_roles(config: Settings) -> list[Role]:
@@ -462,6 +469,12 @@ def reward_roles(config: Settings) -> list[Role]:
     """The processes that do nothing but score; none where the reward processes belong to the generators."""
     asked = config.cluster.rewards
     return [Role(f"rewards-{i}", asked.cpus, asked.gpus, node=asked.node) for i in range(asked.processes)]
+
+
+def teacher_roles(config: Settings) -> list[Role]:
+    """The process of model.teacher; none without one."""
+    asked = config.cluster
+    return [] if config.model.teacher is None else [Role("teacher-0", asked.cpus.teacher, asked.gpus.teacher)]
 
 
 def learner_roles(config: Settings) -> list[Role]:

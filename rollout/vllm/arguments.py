@@ -197,6 +197,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         # vLLM quantises while it reads the files, as the learner does: NF4, blocks of 64, doubly quantised scales.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     arguments |= _cuda_arguments(settings) if cuda else _cpu_arguments(settings)
+    if settings.tells is not None:
+        arguments |= _told_arguments(settings)
     return arguments | (shard_arguments(settings.shards, cuda=cuda) if settings.shards > 1 else {})
 
 
@@ -241,6 +243,19 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         "block_size": BLOCK_CPU,
         "ir_op_priority": PRIORITY,
         "lora_dtype": LORA_DTYPE,
+    }
+
+
+def _told_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """For an engine that computes prompts alone. It decodes nothing that CUDA graphs would make faster, and vLLM reads no
+    cached prefix for a request that wants its prompt's logprobs (SamplingParams.skip_reading_prefix_cache)."""
+    return {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": True,  # no request is seeded, so that a CPU can split them, too
+        "max_num_batched_tokens": settings.step_tokens,
+        "max_logprobs": settings.tells,
+        "logprobs_mode": "raw_logprobs",
     }
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.files import digest_of, writing
 from rollout.data.weight_names import EXPERTS_PAIR
-from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
+from rollout.types import Adapter, Completion, EngineError, Sampling, Told, Weights
 from rollout.weights import header_of
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -226,15 +226,16 @@ def completion_params(
     )
 
 
-def probe_params() -> Any:
-    """vllm.SamplingParams that ask for the logprobs of the prompt's tokens, which vLLM gives at temperature 1."""
+def probe_params(top: int = 0) -> Any:
+    """vllm.SamplingParams that ask for the logprobs of the prompt's tokens, which vLLM gives at temperature 1. top: and
+    for those of so many likeliest tokens at each place."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
-        prompt_logprobs=0,
+        prompt_logprobs=top,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -308,9 +309,17 @@ def read_probe(output: Any, _version: int) -> NDArray[np.float32]:
     return _flat(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
 
 
+def read_told(output: Any, _version: int, *, prompt: int, top: int) -> Told:
+    """What a model says of the tokens behind the first `prompt` ones, with `top` likeliest tokens at each place."""
+    count, width = len(output.prompt_token_ids) - 1, 1 + top  # vLLM gives the token's own logprob first
+    values = _flat(output.prompt_logprobs, count * width).reshape(count, width)[prompt - 1 :]
+    ids = np.array(output.prompt_logprobs.token_ids, np.int32).reshape(count, width)[prompt - 1 :]
+    return Told(values[:, 0].copy(), ids[:, 1:].copy(), values[:, 1:].copy())
+
+
 def _flat(logprobs: Any, count: int) -> NDArray[np.float32]:
     """[count] float32: the values of vLLM's FlatLogprobs. Raises EngineError unless there are `count`."""
     values = np.array(logprobs.logprobs, np.float32)
     if len(values) != count:
-        raise EngineError(f"vLLM must give one logprob for each of {count} tokens, got {len(values)}; ask again")
+        raise EngineError(f"vLLM must give {count} logprobs, got {len(values)}; ask again")
     return values

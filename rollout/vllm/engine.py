@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from cluster.telemetry import peak_memory
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineDied, EngineSettings
-from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Weights
+from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Told, Weights
 from rollout.vllm.arguments import (
     build_engine,
     check_can_continue,
@@ -48,6 +48,7 @@ from rollout.vllm.convert import (
     read_completions,
     read_continued,
     read_probe,
+    read_told,
 )
 from rollout.vllm.environment import check_env
 from rollout.vllm.experts import record_experts
@@ -355,6 +356,8 @@ class EngineThread:
         """settings: of the engine. capacities: policy versions that it holds of each run."""
         runs = len(capacities)
         self.windows = [AdapterWindow(capacity, run, runs) for run, capacity in enumerate(capacities)]
+        if settings.tells is not None:  # a teacher's only policy is the model as it is
+            self.windows[0].add(self.windows[0].stage(Weights.unchanged(0)))
         self.vocab_size = 0
         self._settings = settings
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -480,8 +483,9 @@ class VllmEngine:
         arguments = engine_arguments(settings, cuda)
         if settings.in_flight == "continue":
             check_can_continue()
-        here = check_fit(settings.model)
-        arguments |= quantised_arguments(settings, cuda)
+        here = settings.tells is not None or check_fit(settings.model)
+        if settings.tells is None:  # a teacher's weights may be stored in any way that vLLM reads
+            arguments |= quantised_arguments(settings, cuda)
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
@@ -519,6 +523,19 @@ class VllmEngine:
         request = Request(f"r{next(self._ids)}", prompt, probe_params(), read_probe, run=self._run, in_turn=False)
         logprobs: NDArray[np.float32] = await self._thread.call(request)
         return logprobs
+
+    async def tell(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Told:
+        """What the model says of a completion behind its prompt, of an engine with EngineSettings.tells. vLLM also
+        samples one token, as for a probe. Cancelling the call ends its request."""
+        top = self._settings.tells
+        if top is None:
+            raise ValueError("tell: the engine must be started with tells, got None; set it in EngineSettings")
+        if not len(completion_ids):
+            return Told(np.zeros(0, np.float32), np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))
+        ids = checked_prompt([*prompt_ids, *completion_ids], 1, self._settings.max_model_len, self._thread.vocab_size)
+        read = partial(read_told, prompt=len(prompt_ids), top=top)
+        told: Told = await self._thread.call(Request(f"r{next(self._ids)}", ids, probe_params(top), read))
+        return told
 
     async def held(self) -> Held:
         """See Engine.held. The call waits for the current step and for nothing else."""
