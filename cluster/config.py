@@ -89,7 +89,8 @@ class CpuConfig(Frozen):
     """Cores, and compute threads, of the learner. Raise it where a run on CPUs says that training is the longer
     side."""
     teacher: Annotated[int, Field(ge=1)] = 1
-    """Cores, and compute threads, of `model.teacher`. Raise it where `teacher/ms` is a large part of a group's time."""
+    """Cores, and compute threads, of `model.teacher`. Raise it where a run on CPUs waits for what it
+    says."""
 
 
 class RewardProcessConfig(Frozen):
@@ -129,6 +130,12 @@ class Deadlines(Frozen):
     step: Positive = 3600.0
     push: Positive = 120.0
     heartbeat: Positive = 300.0
+
+    @property
+    def silence(self) -> float:
+        """For a process that serves generators to give a sign of life: well below `group`, after which a generator that
+        waits for it would count as hung."""
+        return min(self.heartbeat / 2, self.group / 4)
 
     @classmethod
     def of(cls, patience: float) -> "Deadlines":
@@ -177,3 +184,8 @@ class ClusterConfig(Frozen):
     def shards(self) -> int:
         """Processes over which each generator spreads its model."""
         return self.tensor_parallel or max(1, int(self.gpus.generator))
+
+    @property
+    def teacher_shards(self) -> int:
+        """Processes over which the teacher spreads its model."""
+        return max(1, int(self.gpus.teacher))

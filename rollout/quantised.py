@@ -103,6 +103,11 @@ class Format:
         return (columns, rows * NIBBLES) if self.name == "GPTQ" else (columns * NIBBLES, rows)
 
 
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether a model's weights are quantised by its config.json, in whatever format."""
+    return bool(config.get("quantization_config") or text_of(config).get("quantization_config"))
+
+
 def format_of(config: Mapping[str, Any], path: str) -> Format | None:
     """The format of a model's weights by its config.json; None if they are numbers of 16 or 32 bits.
 

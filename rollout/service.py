@@ -1,4 +1,5 @@
-"""The protocol RolloutService: the methods of a generator's process that the driver may call by cluster.actor."""
+"""The protocols of a generator's process, and of those that only serve generators: the methods that the driver may call
+by cluster.actor."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,6 +9,14 @@ import pyarrow as pa
 from rollout.delivery import Answer, Receipt
 from rollout.schema import Problem
 from rollout.types import Manifest, Sampling, SentPolicy, WeightsInFile
+
+
+class Serving(Protocol):
+    """A process that only answers generators, and that Ray replaces if it ends: of rewards (rewards.pool.RewardService)
+    or of the teacher (rollout.teacher.process.TeacherService)."""
+
+    async def close(self) -> None:
+        """Ends what it has started."""
 
 
 class RolloutService(Protocol):

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from rollout.env.trajectory import Trajectory
 from rollout.schema import Origin, Problem, build_group, facts_of
 from rollout.scorer import RewardProcesses, Room, Scorer, Sentences, SharedPool, SharedScorer, side_by_side
 from rollout.service import RolloutService
+from rollout.teacher.process import Teacher
 from rollout.types import Completion, EngineError, Manifest, Sampling, SentPolicy, Weights, WeightsInFile
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class WorkerSpec:
     reward_processes: RewardProcesses | None = None  # shared by all workers; None: reward_workers beside the engine
     chat_template: Template = "auto"  # data.chat_template
     steps: int = 0  # steps of the run
+    teacher: Teacher | None = None  # the process of model.teacher
 
 
 class RolloutWorker(RolloutService):
@@ -89,7 +92,7 @@ class RolloutWorker(RolloutService):
     async def rollout(self, problem: Problem, sampling: Sampling, attempt: int) -> pa.Table | None:
         try:
             with self._engine_alive():
-                return build_group(await self._group(problem, sampling, attempt))
+                return build_group(await self._group(problem, sampling, attempt, self.spec.teacher))
         except NoAdapter:
             return None
 
@@ -98,7 +101,7 @@ class RolloutWorker(RolloutService):
     ) -> pa.Table | None:
         async def group(problem: Problem, sampling: Sampling) -> Columns:
             async with self._room.taken(sampling.n):
-                return await self._group(problem, sampling, attempt)
+                return await self._group(problem, sampling, attempt, None)  # nothing is learned from these
 
         try:
             with self._engine_alive():
@@ -107,7 +110,7 @@ class RolloutWorker(RolloutService):
             return None
         return build_group({name: [*chain.from_iterable(one[name] for one in groups)] for name in groups[0]})
 
-    async def _group(self, problem: Problem, sampling: Sampling, attempt: int) -> Columns:
+    async def _group(self, problem: Problem, sampling: Sampling, attempt: int, teacher: Teacher | None) -> Columns:
         begun = time.perf_counter()
 
         def by() -> Origin:
@@ -116,7 +119,10 @@ class RolloutWorker(RolloutService):
 
         if self.trajectories is None:
             completions = await self.engine.generate(problem.prompt_ids, sampling)
-            return await self._of_completions(self._opened(problem, problem.prompt_ids), completions, by())
+            origin, opened = by(), self._opened(problem, problem.prompt_ids)
+            answers = [self._of_completions(opened, completions, origin)]
+            answers += [] if teacher is None else [teacher.columns(problem.prompt_ids, completions)]
+            return reduce(or_, await side_by_side(answers))
         played = await self.trajectories.group(problem, sampling)
         opening = next((one.opening for one in played if one.began), ())
         if opening and not isinstance(problem.messages, str):
@@ -282,10 +288,12 @@ def shared_engine(settings: Sequence[EngineSettings]) -> "VllmEngine":
 
 def vllm_engine(settings: EngineSettings) -> Engine:
     """Makes the vLLM engine. vLLM is imported only here, in the generator's process."""
-    _quiet()
-    from rollout.vllm.engine import VllmEngine
+    return telling_engine(settings)
 
-    return VllmEngine(settings)
+
+def telling_engine(settings: EngineSettings) -> "VllmEngine":
+    """As vllm_engine, for a teacher."""
+    return shared_engine([settings])
 
 
 def _quiet() -> None:

@@ -2,7 +2,7 @@
 whatever happens.
 
 `run` is the entry point. `wire` connects buffer, policy slot, producers and loop. Restarts begins again after a lost
-learner. kept_answering replaces reward processes that hang.
+learner. kept_answering replaces reward processes, and a teacher, that hang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, ValueLost
 from cluster.buffer import Buffer, PolicySlot
@@ -39,11 +39,10 @@ from learner.driver.preflight import Prepared
 from learner.driver.record import RunCheckpoints, Sinks, StepMetrics, StepRecord, advice, closed
 from learner.driver.roles import Processes, start_processes
 from learner.trainer.service import TrainerService
-from rewards.pool import RewardServer, RewardService
 from rollout.data.curriculum import Curriculum, Estimates, Listed, source_of
 from rollout.producer import Cursor, Pipes, ProblemStream, Producer
 from rollout.schema import Problem, group_position
-from rollout.service import RolloutService
+from rollout.service import RolloutService, Serving
 from rollout.types import Sampling, group_seed
 
 CLOSE_S = 20.0
@@ -116,7 +115,7 @@ async def _attempt(
             process.end_by_stopping(stop, lambda said: progress.note(f"{said}; {_if_it_is_killed(prepared.config)}"))
             patience = Patience.of(prepared.config.cluster.deadlines)
             try:
-                kept = [kept_answering(one, patience) for one in processes.rewards]
+                kept = [kept_answering(one, patience) for one in processes.serving]
                 await loop.run(prepared.resume_from, ray_processes.watch(), *kept)
                 process.end_unheard()
             finally:
@@ -129,13 +128,13 @@ async def _attempt(
     finally:
         # A generator that still answers ends its reward processes by itself; one that does not is killed right after.
         if processes is not None:
-            await close_all(processes.generators, processes.rewards)
+            await close_all(processes.generators, processes.serving)
 
 
-async def close_all(generators: Sequence[Actor[RolloutService]], rewards: Sequence[Actor[RewardService]] = ()) -> None:
-    """Closes the generators before the reward processes that score for them."""
+async def close_all(generators: Sequence[Actor[RolloutService]], serving: Sequence[Actor[Serving]] = ()) -> None:
+    """Closes the generators before the processes that serve them."""
     await asyncio.gather(*(one.call(RolloutService.close, CLOSE_S) for one in generators), return_exceptions=True)
-    await asyncio.gather(*(one.call(RewardService.close, CLOSE_S) for one in rewards), return_exceptions=True)
+    await asyncio.gather(*(one.call(Serving.close, CLOSE_S) for one in serving), return_exceptions=True)
 
 
 def inputs_of(prepared: Prepared, weights_stay: bool) -> Inputs:
@@ -331,32 +330,33 @@ def from_newest(prepared: Prepared) -> Prepared:
     return replace(prepared, resume_from=newest, finished_steps=checkpoint.step_of(newest))
 
 
-# The watch over the reward processes that serve all generators: Ray restarts one that ends, but not one that hangs.
+# The watch over the processes that serve all generators, of rewards and of the teacher: Ray restarts one that ends, but
+# not one that hangs.
 
 log = logging.getLogger("learner")
 
 # Losses of one process in a row, each less than Patience.silence_s after the one before; one more ends the run, since
-# the completions that it is asked to score are then taken to be the cause.
+# the completions that it is asked about are then taken to be the cause.
 MAX_LOSSES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Deadlines of a reward process. silence_s: seconds without an answer, then it hangs. start_s: seconds in which a
-    fresh process must start. Their sum is at most three quarters of a group's deadline, after which a generator that
-    waits for the reward process would count as hung."""
+    """Deadlines of a process that serves generators. silence_s: seconds without an answer, then it hangs. start_s:
+    seconds in which a fresh process must start. Their sum is at most three quarters of a group's deadline, after which
+    a generator that waits for it would count as hung."""
 
     silence_s: float
     start_s: float
 
     @classmethod
     def of(cls, deadlines: Deadlines) -> Self:
-        return cls(min(deadlines.heartbeat / 2, deadlines.group / 4), min(deadlines.start, deadlines.group / 2))
+        return cls(deadlines.silence, min(deadlines.start, deadlines.group / 2))
 
 
-async def kept_answering(process: Remote[RewardServer], patience: Patience) -> None:
-    """Watches a reward process until cancelled. Ends a process that hangs, so that Ray starts a fresh one, which gets
-    the groups that the hung process had.
+async def kept_answering(process: Remote[Any], patience: Patience) -> None:
+    """Watches a process that serves generators until cancelled. Ends a process that hangs, so that Ray starts a fresh
+    one, which gets the groups that the hung process had.
 
     Raises RunEnded if no fresh process starts in time, or if the process was lost more than MAX_LOSSES times in a row;
     StartFailed if the fresh process refused its arguments.
@@ -378,12 +378,12 @@ async def kept_answering(process: Remote[RewardServer], patience: Patience) -> N
         await _started(process, patience.start_s)
 
 
-async def _started(process: Remote[RewardServer], deadline_s: float) -> None:
+async def _started(process: Remote[Any], deadline_s: float) -> None:
     try:
         await process.ready(deadline_s)
     except DeadlineExceeded:
         raise RunEnded(
             f"{process.name}: it was lost, and no fresh process has started within {deadline_s:g} s: its node is gone, "
-            "or none has room (cluster.rewards); start the same command again when there is, or raise "
+            "or none has room (cluster.rewards, cluster.gpus); start the same command again when there is, or raise "
             "cluster.patience"
         ) from None

@@ -25,14 +25,17 @@ from cluster.memory.plan import USABLE, CardKind, Layout, Misfit, Plan, Wish, Wo
 from cluster.memory.search import cost, fp8_advice, plan
 from cluster.memory.seconds import Pace, Rates, duration, generation_seconds, step_seconds, told
 from cluster.memory.shape import ALL, Shape
+from cluster.memory.teacher import TeacherBudget, teacher_budget
 from cluster.placement import pack
 from cluster.ray_cluster import joins
-from learner.config import RunConfig, generator_roles, roles
+from learner.config import RunConfig, generator_roles, roles, teacher_roles
 from learner.config.arrangement import Arrangement
 from learner.config.settings import AUTO_TOKEN_BUDGET, LearnerConfig
 from learner.model.adapter_config import read_scored
 from rewards.config import adapters_of
+from rollout.architecture import text_of
 from rollout.config import DEFAULT_KV, DEFAULT_SEQUENCES, parse_size
+from rollout.data.model_files import CONFIG, read_json
 
 # A card as a user writes it: `rtx4090`, `24` (GB as sold), `24GiB` or `24GB`.
 
@@ -315,6 +318,7 @@ class Budgets:
         arrangement: how the roles lie on the hardware, with the plan's choice in place of `auto`.
         plan: planned bytes by role and part; None for an architecture that the memory model does not know.
         note: a line for the user.
+        teacher: of the process of model.teacher; None without one.
     """
 
     learner: LearnerConfig
@@ -325,6 +329,26 @@ class Budgets:
     arrangement: Arrangement
     plan: Plan | None
     note: str
+    teacher: TeacherBudget | None = None
+
+
+def _teacher(config: RunConfig, model: Mapping[str, Any]) -> TeacherBudget | None:
+    """The budget of model.teacher; None without one. model: the content of the policy's config.json."""
+    if config.model.teacher is None:
+        return None
+    told, whole = read_json(config.model.teacher, CONFIG), workload(config, 1).whole
+    rows = tuple(int(text_of(one).get("vocab_size") or 0) for one in (model, told))
+    gpus, shards = config.cluster.gpus.teacher, config.cluster.teacher_shards
+    return teacher_budget(told, config.model.dtype, whole + 1, rows, cuda=gpus > 0, shards=shards, default=DEFAULT_KV)
+
+
+def _beside_teacher(config: RunConfig, budget: TeacherBudget, device: int) -> int:
+    """What the teacher leaves of a card of `device` bytes, or on a CPU of the memory of all roles."""
+    gpus, bundle_of = config.cluster.gpus, pack(roles(config)).bundle_of
+    if (gpus.teacher > 0) != (gpus.learner > 0):
+        return device
+    shares = gpus.learner == 0 or [*bundle_of.values()].count(bundle_of[teacher_roles(config)[0].name]) > 1
+    return budget.beside(device, str(config.model.teacher), shares=shares)
 
 
 def settle(
@@ -337,14 +361,22 @@ def settle(
         card: bytes of the card that the run is planned for; used where memory.device is null.
         kind: of that card, where it is known.
 
-    Raises:
-        WrongInput: the message names the settings to change.
+    Raises WrongInput; the message names the settings to change.
     """
+    device = config.memory.device or card
+    if (teacher := _teacher(config, model)) is None:
+        return _settled(config, model, device, kind)
+    left = None if device is None else _beside_teacher(config, teacher, device)
+    found = _settled(config, model, left, kind)
+    return replace(found, teacher=teacher, note=f"{found.note}\n{teacher.note}")
+
+
+def _settled(config: RunConfig, model: Mapping[str, Any], device: int | None, kind: CardKind | None) -> Budgets:
+    """The budgets of generators and learner on a device of so many bytes; None: no limit."""
     try:
         shape = Shape.from_config(model, config.model.path)
     except ValueError as error:
         return _unplanned(config, str(error))
-    device = config.memory.device or card
     if device is None:
         return _unlimited(config, shape)
     best = planned(config, shape, device, kind)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cluster.actor import Actor, ActorDied, DeadlineExceeded, RevivableActor, StartFailed
 from cluster.config import Deadlines
+from cluster.memory.teacher import AT_ONCE, TeacherBudget
 from cluster.ray_actor import Remote
 from cluster.ray_cluster import Session
-from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
+from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles, teacher_roles
 from learner.driver.arrangement import hooks_of
 from learner.driver.failure import WatchedLearner, lost_as_it_starts
 from learner.driver.machine_checks import check_nodes
@@ -34,9 +35,10 @@ from rollout.env.trajectory import Limits
 from rollout.producer import until_started
 from rollout.scorer import RewardProcesses
 from rollout.service import RolloutService
+from rollout.teacher.process import Teacher, TeacherServer, TeacherService, TeacherSpec
 from rollout.types import Manifest
 from rollout.vllm.environment import required_env
-from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
+from rollout.worker import RolloutWorker, WorkerSpec, telling_engine, vllm_engine
 
 if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer, Trainers
@@ -56,13 +58,13 @@ CHILDREN_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 class Processes:
     """The processes of a run, all started.
 
-    rewards: processes that do nothing but score, empty where each generator has reward processes of its own. learner:
-    one process, or several ranks as one actor. weights_stay: whether whole weights stay in the learner's memory, where
+    serving: processes that only serve the generators: those of `cluster.rewards`, and the teacher. learner: one
+    process, or several ranks as one actor. weights_stay: whether whole weights stay in the learner's memory, where
     the generators read them (rollout.weights).
     """
 
     generators: list[RevivableActor[RolloutService]]
-    rewards: list[Remote[RewardServer]]
+    serving: list[Remote[Any]]
     learner: Actor[TrainerService]
     weights_stay: bool
 
@@ -76,9 +78,12 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     for line in await check_nodes(config, session, start, prepared.budgets.policy_bytes):
         note(line)
     env = required_env(cuda=config.cluster.gpus.generator > 0)
-    rewards = spawn_rewards(config, session)
+    rewards, teachers = spawn_rewards(config, session), spawn_teacher(config, prepared.budgets, session)
+    if config.cluster.gpus.teacher > 0:  # on a card that it may share it takes its memory before the others measure it
+        await asyncio.gather(*(one.ready(start) for one in teachers))
+    serves = Serves(rewards, next(iter(teachers), None))
     specs = [
-        worker_spec(config, rank, prepared.budgets, rewards, prepared.total_steps)
+        worker_spec(config, rank, prepared.budgets, serves, prepared.total_steps)
         for rank in range(config.rollout.workers)
     ]
     overlap = config.cluster.gpus.learner == 0 and hooks.together
@@ -101,7 +106,8 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
         base = await hooks.base(workers, deadlines)
         learner = spawn_learner(prepared, session, base)
         await asyncio.gather(*(learner_started(rank, start) for rank in learner))
-    for one in rewards:
+    serving = [*rewards, *teachers]
+    for one in serving:
         await one.ready(start)
     sharded = config.arrangement.in_shards
     met = await joined(learner, config.cluster.deadlines, sharded=sharded)
@@ -109,7 +115,7 @@ async def start_processes(prepared: Prepared, session: Session, note: Callable[[
     if fits := await rehearsed(prepared, trainer):
         log.info("the longest micro-batch fits: learner peak %.2f GiB", fits["memory/learner_peak"] / 2**30)
     stays = await weights_stay(config, session, trainer, workers, note)
-    return Processes(list(workers), rewards, trainer, stays)
+    return Processes(list(workers), serving, trainer, stays)
 
 
 async def rehearsed(prepared: Prepared, trainer: Actor[TrainerService]) -> dict[str, float]:
@@ -134,6 +140,40 @@ def spawn_rewards(config: RunConfig, session: Session) -> list[Remote[RewardServ
         config.run_dir / OUTPUT,
     ]
     return [session.spawn(role, RewardServer, wanted, env, stateless=True) for role in reward_roles(config)]
+
+
+def spawn_teacher(config: RunConfig, budgets: Budgets, session: Session) -> list[Remote[TeacherServer]]:
+    """The process of model.teacher; none without one. Ray replaces it as it does one of `cluster.rewards`."""
+    if budgets.teacher is None:
+        return []
+    (role,), env = teacher_roles(config), required_env(cuda=config.cluster.gpus.teacher > 0)
+    return [session.spawn(role, TeacherServer, [teacher_spec(config, budgets.teacher)], env, stateless=True)]
+
+
+def teacher_spec(config: RunConfig, budget: TeacherBudget) -> TeacherSpec:
+    """What the teacher's process is built from."""
+    assert config.model.teacher is not None
+    top = config.learner.loss.teacher_top
+    return TeacherSpec(
+        engine=EngineSettings(
+            model=config.model.teacher,
+            dtype=config.model.dtype,
+            max_model_len=budget.longest,
+            kv_cache_bytes=budget.kv_bytes,
+            max_num_seqs=AT_ONCE,
+            max_lora_rank=0,
+            adapter_window=2,
+            seed=0,  # it samples nothing that is used
+            shards=config.cluster.teacher_shards,
+            tells=top + budget.others if top else 0,
+            step_tokens=budget.step,
+            room=budget.room,
+        ),
+        top=top,
+        vocabulary=budget.vocabulary,
+        silence_s=config.cluster.deadlines.silence,
+        make_engine=telling_engine,
+    )
 
 
 def spawn_learner(prepared: Prepared, session: Session, base: Manifest | None = None) -> list[Remote[Trainer]]:
@@ -181,12 +221,22 @@ async def learner_started(rank: Remote[Trainer], deadline_s: float) -> None:
             await rank.revive(deadline_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Serves:
+    """The processes that serve generators. rewards: those that score; without any each generator has reward processes
+    of its own. teacher: that of model.teacher, if there is one."""
+
+    rewards: Sequence[Actor[RewardService]] = ()
+    teacher: Actor[TeacherService] | None = None
+
+
 def worker_spec(
-    config: RunConfig, rank: int, budgets: Budgets, rewards: Sequence[Actor[RewardService]] = (), steps: int = 0
+    config: RunConfig, rank: int, budgets: Budgets, serves: Serves = Serves(), steps: int = 0
 ) -> WorkerSpec:
-    """What generator number `rank` is built from. rewards: the processes that score for it; without any it has reward
-    processes of its own. steps: number of steps that the run is planned for."""
-    rollout, targets = config.rollout, config.learner.lora.targets
+    """What generator number `rank` is built from. serves: the processes that serve it. steps: number of steps that the
+    run is planned for."""
+    rollout, targets, rewards = config.rollout, config.learner.lora.targets, serves.rewards
+    top, deadline_s = config.learner.loss.teacher_top, config.group_deadline_s
     return WorkerSpec(
         rank=rank,
         run_id=config.run_dir.name,
@@ -221,7 +271,8 @@ def worker_spec(
         steps=steps,
         judged=Judging(config.run_dir / JUDGED, 1 / rollout.workers),
         printed=config.run_dir / OUTPUT,
-        reward_processes=RewardProcesses(tuple(rewards), config.group_deadline_s) if rewards else None,
+        reward_processes=RewardProcesses(tuple(rewards), deadline_s) if rewards else None,
+        teacher=None if serves.teacher is None else Teacher(serves.teacher, top, deadline_s),
     )
 
 

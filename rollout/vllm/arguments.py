@@ -247,8 +247,8 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _told_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """For an engine that computes prompts alone. It decodes nothing that CUDA graphs would make faster, and vLLM reads no
-    cached prefix for a request that wants its prompt's logprobs (SamplingParams.skip_reading_prefix_cache)."""
+    """For an engine that computes prompts alone. It decodes nothing that CUDA graphs would make faster, and vLLM reads
+    no cached prefix for a request that wants its prompt's logprobs (SamplingParams.skip_reading_prefix_cache)."""
     return {
         "enforce_eager": True,
         "enable_prefix_caching": False,

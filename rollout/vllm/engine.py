@@ -27,8 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.telemetry import peak_memory
+from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineDied, EngineSettings
+from rollout.quantised import is_quantised
 from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Told, Weights
 from rollout.vllm.arguments import (
     build_engine,
@@ -322,6 +324,12 @@ class EngineSteps:
         request.adapter.users -= 1
 
 
+def as_it_is(settings: EngineSettings) -> bool:
+    """Whether the engine is a teacher's on a quantised checkpoint, whose weights may be stored in any way that vLLM
+    reads: nobody else computes with them."""
+    return settings.tells is not None and is_quantised(read_json(settings.model, CONFIG))
+
+
 def settle(answer: Future[Any], value: Any) -> None:
     """Gives the caller of a command its value, or raises the value there if it is an exception."""
     with suppress(InvalidStateError):  # the caller was cancelled meanwhile
@@ -483,9 +491,9 @@ class VllmEngine:
         arguments = engine_arguments(settings, cuda)
         if settings.in_flight == "continue":
             check_can_continue()
-        here = settings.tells is not None or check_fit(settings.model)
-        if settings.tells is None:  # a teacher's weights may be stored in any way that vLLM reads
-            arguments |= quantised_arguments(settings, cuda)
+        key = "model.path" if settings.tells is None else "model.teacher"
+        here = as_it_is(settings) or check_fit(settings.model, key)
+        arguments |= {} if as_it_is(settings) else quantised_arguments(settings, cuda)
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
@@ -498,7 +506,7 @@ class VllmEngine:
         self._read = partial(read, experts=settings.records_experts)
         self._thread = EngineThread(settings, [one.adapter_window for one in self._of_runs], arguments)
         if not here:  # the files were downloaded by vLLM just now, so they could not be checked before
-            check_model(settings.model)
+            check_model(settings.model, key)
 
     def of_run(self, run: int, settings: EngineSettings | None = None) -> VllmEngine:
         """The same engine as one of its runs sees it: with that run's policies and settings. It ends when it was closed

@@ -37,6 +37,7 @@ from learner.driver.memory import Budgets
 from learner.driver.process import ENDS
 from learner.driver.roles import (
     CHILDREN_END_BY_THEMSELVES,
+    Serves,
     make_trainer,
     spawn_rewards,
     weights_stay,
@@ -133,7 +134,7 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
     env = CHILDREN_END_BY_THEMSELVES | {"GLEANER_REWARD_DEVICE": "cuda"}
     assert asked == [(Role(f"rewards-{i}", 3, 1, node="big"), RewardServer, wanted, env, True) for i in range(2)]
     budgets = Budgets(config.learner, 12345, 11, None, 0, ARRANGEMENTS["separate"], None, "")
-    spec = worker_spec(config, 0, budgets, found)
+    spec = worker_spec(config, 0, budgets, Serves(found))
     assert spec.reward_processes == RewardProcesses(tuple(found), config.group_deadline_s)
     assert config.reward_processes == 2 * 2
     assert [role.name for role in roles(config)] == ["generator-0", "rewards-0", "rewards-1", "learner"]
