@@ -50,12 +50,8 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any((text.get(name) or 0) > 1 for name in EXPERTS)
 
 
-def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> None:
-    """Raises WrongInput if a model with this config.json cannot be trained here.
-
-    Args:
-        lora: whether an adapter is trained, and not the whole model.
-    """
+def check_causal(config: Mapping[str, Any], path: str) -> None:
+    """Raises WrongInput if a model with this config.json is no causal language model, and has none as its text part."""
     kind = config.get("model_type")
     others = other_inputs(config)
     text = config.get("text_config")
@@ -73,6 +69,16 @@ def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> N
                 f"model.path: must be a causal language model, or hold one as its text part, and {path} (model_type "
                 f"{kind}) {what}; give another model (docs/models.md)"
             )
+
+
+def check_architecture(config: Mapping[str, Any], path: str, *, lora: bool) -> None:
+    """Raises WrongInput if a model with this config.json cannot be trained here.
+
+    Args:
+        lora: whether an adapter is trained, and not the whole model.
+    """
+    kind = config.get("model_type")
+    check_causal(config, path)
     if kind in TRANSPOSED:
         why = "which vLLM serves without LoRA" if lora else "whose weights vLLM holds transposed: unreadable for proofs"
         raise WrongInput(

@@ -7,8 +7,15 @@ from math import ceil
 from typing import Any
 
 from cluster.errors import WrongInput
-from cluster.memory.generator import PREFILL_TOKENS, Serving, cache_bytes, generator_bytes
-from cluster.memory.plan import USABLE, gib
+from cluster.memory.generator import (
+    ENGINE_PROCESS,
+    PREFILL_TOKENS,
+    Serving,
+    cache_bytes,
+    engine_processes,
+    generator_bytes,
+)
+from cluster.memory.plan import CUDA_LIBRARIES, USABLE, gib
 from cluster.memory.shape import Parts, Shape, total
 
 AT_ONCE = 32  # completions that are computed at once: a step has room for so many of usual lengths
@@ -72,13 +79,17 @@ class TeacherBudget:
         """Free bytes of a card that its engine waits for before it loads the model."""
         return 0 if self.parts is None or not self.cuda else self.parts["weights"] + self.parts["kv_cache"]
 
+    def host(self, shards: int) -> int:
+        """Bytes of main memory that its processes take."""
+        return engine_processes(shards) * (ENGINE_PROCESS + CUDA_LIBRARIES) if self.cuda else self.takes
+
     @property
     def note(self) -> str:
-        """A line for the user."""
+        """A clause for the user."""
         if self.parts is None:
-            return f"memory of model.teacher: no plan for its architecture; its KV cache has {gib(self.kv_bytes)}"
+            return f"model.teacher: no plan for its architecture, its KV cache has {gib(self.kv_bytes)}"
         return (
-            f"memory of model.teacher: {gib(self.takes)} planned on {'a card' if self.cuda else 'the CPU'} (weights "
+            f"model.teacher: {gib(self.takes)} planned on {'a card' if self.cuda else 'the CPU'} (weights "
             f"{gib(self.parts['weights'])}, KV cache {gib(self.parts['kv_cache'])}, logits "
             f"{gib(self.parts['logits'])}: {self.step} tokens a step)"
         )

@@ -65,7 +65,9 @@ from rollout.schema import Problem
 
 LEARNER, SHARED_BASE = "learner.model.trial model", "learner.model.trial shared_base"
 LOSS = "learner.trainer.loss_trial"
-ENGINE, TOOL_PARSER, GRAMMAR = (f"rollout.vllm.trial {kind}" for kind in ("engine", "parser", "form"))
+ENGINE, TEACHER, TOOL_PARSER, GRAMMAR = (
+    f"rollout.vllm.trial {kind}" for kind in ("engine", "teacher", "parser", "form")
+)
 
 log = logging.getLogger("learner")
 

@@ -31,7 +31,7 @@ from cluster.memory.shape import total
 from cluster.placement import Role, local_node, place
 from cluster.ray_cluster import Node, NodeFailed, Session, connect, joins, on_each, store_bytes, wanted_store
 from cluster.ray_private import root
-from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles
+from learner.config import RunConfig, generator_roles, learner_roles, reward_roles, roles, teacher_roles
 from learner.driver.identity import NOT_CACHED, REVISION, content_of
 from learner.driver.memory import Budgets, Cards, cards_wanted, layouts, stored_bytes, wish_of
 from rewards.config import classifier_of, functions_of
@@ -81,7 +81,7 @@ def _check_loopback() -> None:
 # CUDA's major version -> least driver (CUDA Toolkit release notes, table of minor version compatibility).
 DRIVERS = {12: 525, 13: 580}
 # Parts of the plan that main memory must hold: weights, optimizer states and activations, none of which is swapped.
-MUST_FIT = ("asleep", "offloaded", "paged", "policy", "passing")
+MUST_FIT = ("asleep", "offloaded", "paged", "policy", "passing", "teacher")
 
 
 def check_placement(config: RunConfig, assumed: Cards | None) -> None:
@@ -107,7 +107,7 @@ def _check_cards(config: RunConfig) -> None:
         raise WrongInput(
             f"cluster.gpus: the run needs {count} GPU, and no NVIDIA driver answers; install one "
             f"({'in Windows, for WSL2' if machine.is_wsl() else 'and see that nvidia-smi works'}), or set "
-            "cluster.gpus.generator=0, cluster.gpus.learner=0 and cluster.rewards.gpus=0"
+            "cluster.gpus.generator=0, cluster.gpus.learner=0, cluster.gpus.teacher=0 and cluster.rewards.gpus=0"
         )
     visible, there = machine.visible_cards(), len(machine.visible_cards({}))
     if len(visible) < count <= there:
@@ -224,9 +224,11 @@ def check_main_memory(config: RunConfig, budgets: Budgets) -> tuple[str, ...]:
         reward_processes=config.reward_processes, reward_models=classifier_bytes(config),
         environments=0 if config.env.use is None else config.trajectories,
     )  # fmt: skip
-    weights = sum(parts[name] for name in MUST_FIT)
+    if budgets.teacher is not None:
+        parts = {**parts, "teacher": budgets.teacher.host(config.cluster.teacher_shards)}
+    weights = sum(parts.get(name, 0) for name in MUST_FIT)
     if weights > has:
-        named = ", ".join(f"{name} {gib(parts[name])}" for name in MUST_FIT if parts[name])
+        named = ", ".join(f"{name} {gib(parts[name])}" for name in MUST_FIT if parts.get(name))
         raise WrongInput(
             f"main memory: the run needs {gib(weights)} for weights and activations ({named}), this machine has "
             f"{gib(has)}; set memory.layout=slices, learner.checkpointing=full, or take a smaller model"
@@ -319,6 +321,7 @@ def _sources(root: Path) -> str:
 NEEDED: Mapping[str, Sequence[str]] = {
     "generator": ("torch", "transformers", "vllm"),
     "learner": ("torch", "transformers", "peft"),
+    "teacher": ("torch", "transformers", "vllm"),
     "reward process": (),
     "reward model": ("torch", "transformers"),
 }
@@ -401,12 +404,15 @@ def needs(config: RunConfig) -> tuple[Needs, ...]:
     learners = base | {name: path for name, path in adapters.items() if path is not None}
     scoring, generators = reward_roles(config), generator_roles(config)
     learner = Needs("learner", learners, _files(loss), learner_roles(config))
+    taught = {} if config.model.teacher is None else {"model.teacher": config.model.teacher}
+    teacher = [Needs("teacher", taught, {}, teacher_roles(config))] if taught else []
     if not scoring:
-        return Needs("generator", base | judges, functions | environments, generators), learner
+        return Needs("generator", base | judges, functions | environments, generators), learner, *teacher
     return (
         Needs("generator", base, environments, generators),
         learner,
         Needs("reward model" if judges else "reward process", judges, functions, scoring),
+        *teacher,
     )
 
 

@@ -368,7 +368,7 @@ def settle(
         return _settled(config, model, device, kind)
     left = None if device is None else _beside_teacher(config, teacher, device)
     found = _settled(config, model, left, kind)
-    return replace(found, teacher=teacher, note=f"{found.note}\n{teacher.note}")
+    return replace(found, teacher=teacher, note=f"{found.note}; {teacher.note}")
 
 
 def _settled(config: RunConfig, model: Mapping[str, Any], device: int | None, kind: CardKind | None) -> Budgets:

@@ -43,6 +43,7 @@ from learner.driver.input_checks import (
     ENGINE,
     LEARNER,
     SHARED_BASE,
+    TEACHER,
     Trial,
     Tried,
     adapter_notes,
@@ -77,6 +78,7 @@ from rollout.data.problems import Problems, fitting, load
 from rollout.data.prompts import NoPrompt, check_column, messages_of
 from rollout.producer import Cursor
 from rollout.schema import Problem
+from rollout.teacher.fit import check_teacher
 
 # The number of steps of a run: `steps`, or as many as the problems of `epochs` make.
 
@@ -333,6 +335,8 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     found = Findings()
     modules = (LEARNER, ENGINE, SHARED_BASE) if config.arrangement.one_base else (LEARNER, ENGINE)
     trials = [Trial(module, absolute(first.config)) for module in modules if _has_config(config.model.source)]
+    if config.model.teacher is not None and _has_config(config.model.teacher):
+        trials.append(Trial(TEACHER, absolute(first.config), "model.teacher", "teacher"))
     try:
         prepared = found.of(_prepared, first, told, cards)
         for trial in trials:
@@ -343,6 +347,16 @@ def rehearse(config: RunConfig, cards: Cards | None) -> Prepared:
     found.finish()
     assert prepared is not None
     return prepared
+
+
+def teacher_notes(config: RunConfig, chat: Chat | None) -> tuple[str, ...]:
+    """Lines for the user about model.teacher, if there is one. Raises WrongInput if it cannot teach this policy."""
+    model, cluster, rollout = config.model, config.cluster, config.rollout
+    if model.teacher is None or chat is None:
+        return ()
+    longest = rollout.max_prompt_length + rollout.max_completion_length
+    cuda, shards = cluster.gpus.teacher > 0, cluster.teacher_shards
+    return check_teacher(model.teacher, chat, model.path, longest, model.dtype, cuda=cuda, shards=shards)
 
 
 def _has_config(model: str) -> bool:
@@ -376,11 +390,13 @@ def _prepared(first: First, told: tuple[str, ...], cards: Cards | None) -> Prepa
     config, notes = followed or (absolute(config), ())
     chat = found.of(load_chat, config)
     found.of(check_weights, config, followed=followed is not None)
+    taught = found.of(teacher_notes, config, chat)
+    notes += taught or ()
     if chat is not None:
         for key, folder in adapters_in(config):
             notes += found.of(adapter_notes, folder, key, config.model.path, chat) or ()
     cards = cards or cards_present(config)
-    config, budgets, of_memory = _sized(found, config, chat, cards)
+    config, budgets, of_memory = _sized(found, config, None if taught is None else chat, cards)
     data = found.of(_loaded, config, chat)
     found.of(check_loss, config)
     if chat is not None:

@@ -1,10 +1,11 @@
 """Checks of a configuration before a run that need vLLM, each in a process of its own. No engine is started.
 
-    python -m rollout.vllm.trial engine | parser | form
+    python -m rollout.vllm.trial engine | teacher | parser | form
 
 The process reads a configuration as JSON on stdin and prints a JSON list of sentences, one for each error, as its last
 line (see learner.driver.input_checks). `engine` checks that vLLM knows the model's architecture, LoRA for it, and
-4 bits; `parser` that some tool parser can read the model's calls; `form` that rollout.structured_outputs compiles.
+4 bits; `teacher` that it knows the teacher's; `parser` that some tool parser can read the model's calls; `form` that
+rollout.structured_outputs compiles.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from cluster.errors import WrongInput
 from rollout.architecture import text_of
 from rollout.data.chat import Chat
-from rollout.data.model_files import CONFIG, joined, read_json
+from rollout.data.model_files import CONFIG, joined, read_json, split
 from rollout.env.tools.parser import choose
 from rollout.vllm.arguments import check_bitsandbytes, without_lora
 from rollout.vllm.text_view import served_config
@@ -25,16 +26,29 @@ from rollout.vllm.text_view import served_config
 
 def wrong_with(config: dict[str, Any]) -> list[str]:
     """What vLLM lacks for the model: one sentence or none. config: the run's; only `model` and `learner` are read."""
-    try:
-        from vllm import ModelRegistry
-    except ImportError as error:
-        return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner-rl[gpu]'"]
     path, revision, learner = config["model"]["path"], config["model"]["revision"], config["learner"]
+    adapts = learner["mode"] == "lora" and learner["push"] == "adapter"
     if config["model"]["base"] == "nf4":
         try:
             check_bitsandbytes()
         except ValueError as error:
             return [str(error)]
+    return _wrong_with_model(path, revision, adapts=adapts)
+
+
+def wrong_with_teacher(config: dict[str, Any]) -> list[str]:
+    """What vLLM lacks for model.teacher: one sentence or none."""
+    path, revision = split(config["model"]["teacher"])
+    said = _wrong_with_model(path, revision, adapts=False)
+    return [sentence.replace("model.path", "model.teacher") for sentence in said]
+
+
+def _wrong_with_model(path: str, revision: str | None, *, adapts: bool) -> list[str]:
+    """What vLLM lacks for a model. adapts: whether it is to serve it with LoRA."""
+    try:
+        from vllm import ModelRegistry
+    except ImportError as error:
+        return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner-rl[gpu]'"]
     try:
         names = list(served_config(joined(path, revision)).architectures or ())
     except WrongInput as error:
@@ -49,7 +63,7 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
         found: Any = ModelRegistry.models[known[0]].load_model_cls()
     except Exception as error:  # the module may need a package that is not installed, or another device
         return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
-    if learner["mode"] == "lora" and learner["push"] == "adapter" and not getattr(found, "supports_lora", False):
+    if adapts and not getattr(found, "supports_lora", False):
         return [without_lora(known[0], path)]
     return []
 
@@ -80,7 +94,7 @@ def wrong_with_form(config: dict[str, Any]) -> list[str]:
     return []
 
 
-KINDS = {"engine": wrong_with, "parser": wrong_with_parser, "form": wrong_with_form}
+KINDS = {"engine": wrong_with, "teacher": wrong_with_teacher, "parser": wrong_with_parser, "form": wrong_with_form}
 
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"

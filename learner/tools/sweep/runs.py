@@ -70,6 +70,10 @@ RULES = (
         ("cluster.rewards.processes",), lambda c: c.cluster.rewards.processes > 0,
     ),
     Rule(
+        "a sweep", "has no process of a teacher (model.teacher), which each run would want to itself",
+        "leave it out, or train the runs one by one", ("model.teacher",), lambda c: c.model.teacher is not None,
+    ),
+    Rule(
         "trackers:", "wandb, trackio and prometheus hold one run in a process, and a sweep has all of its runs in one",
         "give tensorboard or mlflow", ("trackers",), lambda c: bool(IN_ONE_PROCESS & set(c.trackers)),
     ),
