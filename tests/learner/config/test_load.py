@@ -248,7 +248,7 @@ def test_every_mistake_is_said_at_once_with_rule_value_and_nearest_key(tmp_path:
             "learner.checkpointing: Input should be 'none', 'full', 'mlp', 'offloaded' or 'auto', or greater than or",
         ),
         ("env.concurrency=few", "env.concurrency: Input should be a valid integer, unable to parse string as an integ"),
-        ("cluster.gpus=0.5", "cluster.gpus: must be given key by key (generator, learner); write for example cluster."),
+        ("cluster.gpus=0.5", "cluster.gpus: must be given key by key (generator, learner, teacher); write for example"),
         ("early_stop=3", "early_stop: must be given key by key (accuracy, patience); write for example early_stop.acc"),
         (r"learner.lora.targets=.*\.(q|v)_proj", "learner.lora.targets: must be all-linear, or a list of the ends of"),
         ("learner.lora.targets=[]", "learner.lora.targets: must be all-linear, or a list of the ends of layers' names"),

@@ -143,6 +143,7 @@ BROKEN = [  # what breaks one rule, and the sentence's parts that name it
     ([*LARGER, PPO], "model.teacher: does not go with .*got learner.algorithm=ppo"),
     ([*LARGER, "env.use=a.py:A"], "model.teacher: does not go with .*, env.use=a.py:A"),
     ([*LARGER, "rollout.temperature=0.9"], "model.teacher: needs rollout.temperature=1, .*got rollout.temperature=0.9"),
+    (["cluster.cpus.teacher=2"], "cluster.gpus.teacher, cluster.cpus.teacher: are of .*got model.teacher=null"),
     (["learner.loss.teacher_top=4"], "learner.loss.teacher_top: is of .*teacher_top=4, model.teacher=null"),
     ([DISTILL, "model.reference=x"], "model.reference, reference_dtype: need learner.loss.beta"),
     *(

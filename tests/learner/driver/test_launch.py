@@ -174,7 +174,7 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
         return await work
 
     async def processes(*_: Any) -> Any:
-        return SimpleNamespace(generators=[], learner=None, rewards=["rewards-0", "rewards-1"], weights_stay=False)
+        return SimpleNamespace(generators=[], learner=None, serving=["rewards-0", "teacher-0"], weights_stay=False)
 
     async def run(resume_from: Any, *work: Any) -> None:
         given.extend([await one for one in work])
@@ -185,7 +185,7 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
     async def kept(process: str, patience: Any) -> str:
         return process
 
-    async def close(generators: Any, rewards: Any) -> None:
+    async def close(generators: Any, serving: Any) -> None:
         """There are none."""
 
     nothing = SimpleNamespace(close=lambda: None)
@@ -201,7 +201,7 @@ async def test_what_ends_a_run_beside_the_loop_is_known_to_the_loop(monkeypatch:
     session = SimpleNamespace(ray_processes=SimpleNamespace(beside=beside, watch=watch))
     arguments: Any = (SimpleNamespace(prepared=prepared), session, SimpleNamespace(note=print), phases, asyncio.Event())
     await launch._attempt(*arguments)
-    assert given == ["Ray", "rewards-0", "rewards-1"]
+    assert given == ["Ray", "rewards-0", "teacher-0"]
 
 
 @pytest.mark.parametrize(("scored", "told"), [([0, 4], ""), ([0, 2], "; step 4 was not evaluated, which ")])

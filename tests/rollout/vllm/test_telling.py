@@ -1,5 +1,5 @@
-"""What an engine tells of completions as a teacher, against Hugging Face. It starts engines of its own, so that it comes
-after the files that share one."""
+"""What an engine tells of completions as a teacher, against Hugging Face. It starts an engine of its own, so that it
+comes after the files that share one."""
 
 from __future__ import annotations
 
