@@ -26,7 +26,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from rollout.schema import check, experts_of, lasts, masks_of, ragged, rewards_of, whole
+from rollout.schema import (
+    SCHEMA,
+    Teaching,
+    check,
+    experts_of,
+    lasts,
+    masks_of,
+    ragged,
+    rewards_of,
+    teaching_of,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,7 @@ class Rows:
     experts: list[npt.NDArray[np.int16] | None] | None = None
     # [R] the prompts that a teacher is given (data.teacher), views as `prompts`; None: it is given `prompts`
     teacher_prompts: list[npt.NDArray[np.int32]] | None = None
+    teaching: Teaching | None = None  # what model.teacher said; None: there is none
 
     @property
     def of_teacher(self) -> "Rows":
@@ -83,8 +95,9 @@ class Rows:
 
     @property
     def highest_id(self) -> int:
-        """The highest token id of prompts and completions; 0 if there are no tokens."""
-        return int(np.concatenate([[0], *self.prompts, *(self.teacher_prompts or []), self.completions]).max())
+        """The highest token id of prompts, completions and a teacher's tokens; 0 if there are none."""
+        others = [*(self.teacher_prompts or []), *([] if self.teaching is None else [self.teaching.top_ids.ravel()])]
+        return int(np.concatenate([[0], *self.prompts, *others, self.completions]).max())
 
     def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
         """[N] the indices in [M] of the sampled tokens of the chosen completions, completion after completion."""
@@ -96,12 +109,16 @@ class Rows:
         return self.completions[ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
 
-def read(groups: Sequence[pa.Table]) -> Rows:
+def read(groups: Sequence[pa.Table], top: int | None = None) -> Rows:
     """Reads the columns that the learner needs out of the groups' Arrow tables.
+
+    top: in a run with model.teacher how many of its likeliest tokens count (learner.loss.teacher_top); None: there is
+    no such teacher, and what one may have said to another run is not read.
 
     Raises:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
-            or a logprob is not finite (the objective would mask its ratio, so nobody would see the fault).
+            a logprob is not finite (the objective would mask its ratio, so nobody would see the fault), or the teacher
+            did not say enough.
     """
     tables = [check(group) for group in groups]
     kinds = {"completion_ids": np.int32, "behavior_logprobs": np.float32, "token_versions": np.int32}
@@ -135,10 +152,11 @@ def read(groups: Sequence[pa.Table]) -> Rows:
     owners = None if last.all() else np.cumsum(last) - last
     experts = [one for table in tables for one in experts_of(table)]
     known = experts if any(one is not None for one in experts) else None
-    taught = _teacher_prompts(tables)
+    said = None if top is None else teaching_of(pa.concat_tables([SCHEMA.empty_table(), *tables]), top)
     return Rows(
-        rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known, taught
-    )
+        rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known,
+        _teacher_prompts(tables), said,
+    )  # fmt: skip
 
 
 def _teacher_prompts(tables: Sequence[pa.Table]) -> list[npt.NDArray[np.int32]] | None:
@@ -249,6 +267,10 @@ class MicroBatch:
     places: Int[Tensor, " N"]  # int64, index of the token in the [M] arrays of Rows
     positions: Int[Tensor, "1 L"] | None = None  # int64, place of each token in its own sequence; None: padded
     layout: Layout | None = None  # the segments of the packed row; None: padded
+    taught: Float[Tensor, " N"] | None = None  # float32, logprobs under model.teacher; None: there is none
+    # int64 and float32, the teacher's likeliest tokens and their logprobs; None: it was asked for none
+    top_ids: Int[Tensor, "N k"] | None = None
+    top_logprobs: Float[Tensor, "N k"] | None = None
     # int16 [B * L, layers * k], the experts that the sampler's routers chose, -1 where that is not known; None: nowhere
     experts: Int[Tensor, "BL W"] | None = None
     idle: bool = False  # whether its gradients are set to zero (see idle_copy)
@@ -444,7 +466,17 @@ def _batch(
         positions=positions,
         layout=layout,
         experts=None if experts is None else torch.from_numpy(experts),
+        **({} if rows.teaching is None else _of_teacher(rows.teaching, places)),
     )
+
+
+def _of_teacher(teaching: Teaching, places: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+    """The fields of a micro-batch that hold what model.teacher said of the tokens at these places."""
+    found = {"taught": torch.from_numpy(teaching.logprobs[places])}
+    if teaching.top_ids.shape[1]:
+        found["top_ids"] = torch.from_numpy(teaching.top_ids[places].astype(np.int64))
+        found["top_logprobs"] = torch.from_numpy(teaching.top_logprobs[places])
+    return found
 
 
 def _packed_experts(rows: Rows, parts: list[_Part]) -> npt.NDArray[np.int16] | None:
