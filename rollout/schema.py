@@ -347,9 +347,10 @@ class Teaching(NamedTuple):
     top_logprobs: npt.NDArray[np.float32]  # [M, k] nats
 
 
-def teaching_of(table: pa.Table, top: int) -> Teaching:
+def teaching_of(tables: Sequence[pa.Table], top: int) -> Teaching:
     """Reads what model.teacher said, of its likeliest tokens the first `top`. Raises ValueError for rows of which it
     did not say so much, or a logprob that is not finite."""
+    table = pa.concat_tables([SCHEMA.empty_table(), *tables])
     logprobs = _told(table, "teacher_logprobs", 1)
     ids, logs = (_told(table, f"teacher_top_{name}", top) for name in ("ids", "logprobs"))
     if not (np.isfinite(logprobs).all() and np.isfinite(logs).all()):

@@ -26,18 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from rollout.schema import (
-    SCHEMA,
-    Teaching,
-    check,
-    experts_of,
-    lasts,
-    masks_of,
-    ragged,
-    rewards_of,
-    teaching_of,
-    whole,
-)
+from rollout.schema import Teaching, check, experts_of, lasts, masks_of, ragged, rewards_of, teaching_of, whole
 
 
 @dataclass(frozen=True)
@@ -152,7 +141,7 @@ def read(groups: Sequence[pa.Table], top: int | None = None) -> Rows:
     owners = None if last.all() else np.cumsum(last) - last
     experts = [one for table in tables for one in experts_of(table)]
     known = experts if any(one is not None for one in experts) else None
-    said = None if top is None else teaching_of(pa.concat_tables([SCHEMA.empty_table(), *tables]), top)
+    said = None if top is None else teaching_of(tables, top)
     return Rows(
         rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known,
         _teacher_prompts(tables), said,
@@ -451,6 +440,7 @@ def _batch(
     experts: npt.NDArray[np.int16] | None = None,
 ) -> MicroBatch:
     counts, places = rows.counts[chosen], rows.places(chosen)
+    taught, top_ids, top_logprobs = _of_teacher(rows.teaching, places)
     if rows.sampled is not None:  # the head computes no logprobs of tokens that the policy did not sample
         index = index[torch.from_numpy(rows.sampled[ranges(rows.starts[chosen], rows.lengths[chosen])])]
     return MicroBatch(
@@ -466,17 +456,20 @@ def _batch(
         positions=positions,
         layout=layout,
         experts=None if experts is None else torch.from_numpy(experts),
-        **({} if rows.teaching is None else _of_teacher(rows.teaching, places)),
+        taught=taught,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
 
 
-def _of_teacher(teaching: Teaching, places: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-    """The fields of a micro-batch that hold what model.teacher said of the tokens at these places."""
-    found = {"taught": torch.from_numpy(teaching.logprobs[places])}
-    if teaching.top_ids.shape[1]:
-        found["top_ids"] = torch.from_numpy(teaching.top_ids[places].astype(np.int64))
-        found["top_logprobs"] = torch.from_numpy(teaching.top_logprobs[places])
-    return found
+def _of_teacher(
+    said: Teaching | None, places: npt.NDArray[np.int64]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The fields taught, top_ids and top_logprobs of a micro-batch of the tokens at these places."""
+    if said is None:
+        return None, None, None
+    taught, ids, logs = (torch.from_numpy(values[places]) for values in said)
+    return (taught, ids.long(), logs) if ids.shape[1] else (taught, None, None)
 
 
 def _packed_experts(rows: Rows, parts: list[_Part]) -> npt.NDArray[np.int16] | None:

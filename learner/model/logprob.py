@@ -343,7 +343,7 @@ class _TrainedHead(torch.autograd.Function):
         named = [(targets[:, None], (grad * scale)[:, None])]
         if taught:
             named.append((taught[0], taught[1] * (of_kl * scale)[:, None]))
-        slope = sum(slopes.sum(-1, keepdim=True) for _, slopes in named)
+        slope = torch.cat([slopes for _, slopes in named], 1).sum(-1, keepdim=True)
         # The outer loop is over the vocabulary, so that the float32 sums are [N, H] and a tile of the head, not [V, H].
         grad_hidden, grad_head = torch.zeros_like(hidden, dtype=how.wide), torch.empty_like(head)
         for words in _tiles(len(head), how.vocab_tile):
