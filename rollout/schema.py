@@ -198,9 +198,7 @@ def check_rows(table: pa.Table) -> pa.Table:
 
 def _check_top(table: pa.Table, tokens: Sequence[int]) -> None:
     """Raises ValueError where the teacher's likeliest tokens are not as many for each token, with a logprob each."""
-    ids, logs = (
-        pc.list_value_length(table.column(f"teacher_top_{name}")).to_pylist() for name in ("ids", "logprobs")
-    )
+    ids, logs = (pc.list_value_length(table.column(f"teacher_top_{name}")).to_pylist() for name in ("ids", "logprobs"))
     alone = pc.is_null(table.column("teacher_logprobs")).to_pylist()
     for row, (length, count, other, missing) in enumerate(zip(tokens, ids, logs, alone, strict=True)):
         if count != other:
@@ -339,6 +337,39 @@ def experts_of(table: pa.Table) -> list[npt.NDArray[np.int16] | None]:
         else:
             found.append(np.frombuffer(content, np.int16).reshape(tokens, -1))
     return found
+
+
+class Teaching(NamedTuple):
+    """What model.teacher said of the tokens of rows, row after row, M tokens in all."""
+
+    logprobs: npt.NDArray[np.float32]  # [M] of completion_ids, nats; 0 for observations
+    top_ids: npt.NDArray[np.int32]  # [M, k] its likeliest tokens in the place of each, the likeliest first
+    top_logprobs: npt.NDArray[np.float32]  # [M, k] nats
+
+
+def teaching_of(tables: Sequence[pa.Table], top: int) -> Teaching:
+    """Reads what model.teacher said, of its likeliest tokens the first `top`. Raises ValueError for rows of which it
+    did not say so much, or a logprob that is not finite."""
+    table = pa.concat_tables([SCHEMA.empty_table(), *tables])
+    logprobs = _told(table, "teacher_logprobs", 1)
+    ids, logs = (_told(table, f"teacher_top_{name}", top) for name in ("ids", "logprobs"))
+    if not (np.isfinite(logprobs).all() and np.isfinite(logs).all()):
+        raise ValueError("teacher_logprobs, teacher_top_logprobs: must be finite; the teacher is broken")
+    return Teaching(logprobs[:, 0], ids, logs)
+
+
+def _told(table: pa.Table, name: str, width: int) -> npt.NDArray[Any]:
+    """[M, width] the first values of each token, in a column of as many values for each of a row's tokens."""
+    parts: list[npt.NDArray[Any]] = [np.empty((0, width), SCHEMA.field(name).type.value_type.to_pandas_dtype())]
+    lengths = pc.list_value_length(table.column("completion_ids")).to_pylist()
+    for row, (own, length) in enumerate(zip(ragged(table, name), lengths, strict=True)):
+        if len(own) < width * length or len(own) % max(length, 1):
+            raise ValueError(
+                f"{name}: must hold {width} for each token (model.teacher, learner.loss.teacher_top), row {row} has "
+                f"{len(own)} for {length}; generate these rollouts with that teacher"
+            )
+        parts += [own.reshape(length, -1)[:, :width]] if length else []
+    return np.concatenate(parts)
 
 
 def sampled_lengths(table: pa.Table) -> npt.NDArray[np.int64]:

@@ -124,6 +124,7 @@ class Learning:
     undo: bool = False  # whether each of several ranks keeps in main memory the state before its step
     ranks: int = 1  # ranks over which the base is divided (memory.layout: sharded)
     runs: int = 1  # whose adapters are on the base (gleaner sweep)
+    top: int = 0  # a teacher's likeliest tokens, over which the KL is taken (learner.loss.teacher_top)
     fused: bool = True  # whether norms and MLPs are computed as gleaner does, and not as transformers' own modules do
 
     def keeps_floats(self, shape: Shape) -> bool:
@@ -335,6 +336,7 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
         "heads": mixer.heads, "kv_heads": mixer.kv_heads,
         "rank": lora_rank * len(shape.adapted(layer, learning.targets)),
+        "top": learning.top, "taught": learning.top > 0,
         "normed": norms,  # elements that a layer's norms multiply
         "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,

@@ -218,6 +218,7 @@ class Wish:
     frozen_ranks: tuple[int, ...] = ()
     value_rank: int = 0
     reference: ReferenceKind = "none"
+    top: int = 0  # learner.loss.teacher_top
     offload: bool = False
     base: Base | None = None
     checkpointing: Checkpointing | None = None

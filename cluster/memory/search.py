@@ -153,7 +153,7 @@ def _plan(
         mode=wish.mode, push=wish.push, rank=wish.rank, targets=wish.targets, dtype=wish.dtype, base=base,
         optimizer=wish.optimizer, checkpointing=policy, frozen_ranks=wish.frozen_ranks, reference=wish.reference,
         offload=wish.offload, cuda=wish.cuda, value_rank=wish.value_rank, exact=wish.exact, undo=wish.undo,
-        ranks=wish.base_ranks, runs=wish.runs,
+        ranks=wish.base_ranks, runs=wish.runs, top=wish.top,
     )  # fmt: skip
     most = int(min(budget, work.most))
     # The teacher's own micro-batch, which runs forward alone, counts as one that is trained on: never too few bytes.

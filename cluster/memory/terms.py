@@ -153,6 +153,8 @@ LAST_NORM = (
 HEAD = (
     Term(0.5, "N h", "measured"),
     Term(4, "C h", "a completion token's state, and its Jacobian"),
+    Term(2, "C h taught", "the KL's Jacobian, where that is over a teacher's likeliest tokens"),
+    Term(16, "C top", "these tokens' ids, logprobs, and the KL's derivatives"),
 )
 # A tile of the head has R completion tokens and 8192 words of the vocabulary; its bytes do not depend on the base's
 # type.

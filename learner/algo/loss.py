@@ -151,6 +151,51 @@ def kl_to_reference(
     return d.exp() - d - 1, -ratio.clamp(max=KL_CAP) * d
 
 
+class OverTop(NamedTuple):
+    """KL(policy || teacher) of a token over k + 1 buckets: the teacher's k likeliest tokens, and all others as one. By
+    the data processing inequality it is at most that over the vocabulary."""
+
+    kl: Float[Tensor, " N"]  # nats
+    slopes: Float[Tensor, "N k"]  # derivative of `kl` by the policy's logprobs of the k tokens
+    mass: Float[Tensor, " N"]  # the policy's probability of the k tokens together
+
+
+# One minus a sum of float32 probabilities is no more exact than that, and may be below 0. A rest's share counts as at
+# least so much: logarithms stay finite, and the bound moves a gradient by at most 16 nats times the policy's rest.
+LEAST_REST = 2.0**-23
+
+
+def kl_over_top(logprobs: Float[Tensor, "N k"], teacher: Float[Tensor, "N k"]) -> OverTop:
+    """KL(policy || teacher) from both logprobs of the teacher's k likeliest tokens, whose ids differ.
+
+    With p_i = exp(logprobs), q_i = exp(teacher), and the rests p = 1 - sum p_i and q = 1 - sum q_i it is
+    sum p_i log(p_i / q_i) + p log(p / q). Since dp = - sum p_i dlogp_i, the derivative by log p_i is
+    p_i (log(p_i / q_i) - log(p / q)): the terms p_i of both summands cancel.
+
+    It is the KL of the distribution itself, not an estimate from the token that was sampled, so it needs no ratio to
+    the sampler. A stale sampler changes which prefixes are looked at, and nothing corrects that: GKD (Agarwal et al.
+    2306.13649) takes the same KL at each token, of samples that need not be the policy's own.
+    """
+    own, others = logprobs.exp(), teacher.exp()
+    mass, gap = own.sum(-1), logprobs - teacher
+    rest = 1 - mass
+    of_rest = (rest.clamp(min=LEAST_REST) / (1 - others.sum(-1)).clamp(min=LEAST_REST)).log()
+    kl = (own * gap).sum(-1) + rest.clamp(min=0) * of_rest
+    return OverTop(kl, own * (gap - of_rest[:, None]), mass)
+
+
+class Taught(NamedTuple):
+    """What the loss and its metrics need where the KL is over the teacher's likeliest tokens."""
+
+    kl: Float[Tensor, " N"]  # OverTop.kl
+    mass: Float[Tensor, " N"]  # OverTop.mass
+
+
+def kl_weights(batch: MicroBatch, config: LossConfig) -> Float[Tensor, " N"]:
+    """The weight of each token's KL in the loss of the optimizer batch."""
+    return config.beta * batch.coefficients
+
+
 @torch.no_grad()
 def token_loss(
     logprobs: Float[Tensor, " N"],
@@ -162,6 +207,7 @@ def token_loss(
     version: int,
     proximal: Float[Tensor, " N"] | None = None,
     learned: Bool[Tensor, " N"] | None = None,
+    taught: Taught | None = None,
 ) -> tuple[Float[Tensor, " N"], dict[str, Tensor]]:
     """Returns dL/dlp of a micro-batch (L is its share of the optimizer batch's loss) and the numbers for its metrics.
 
@@ -173,6 +219,8 @@ def token_loss(
             version's, and the ratio is to the sampler.
         learned: whether the token is in the objective; None: all are. The KL is of all tokens in any case, and the
             coefficients stay as they are.
+        taught: the KL over the teacher's likeliest tokens, which then has its place in the loss; None: it is that of
+            the sampled token. Its gradient is not part of dL/dlp: dL/dkl is `kl_weights`.
 
     Returns:
         The gradient with which the backward pass of `logprobs` starts, and scalars: sums, and maxima under names that
@@ -196,9 +244,15 @@ def token_loss(
     }
     if reference is not None:
         kl, kl_slope = kl_to_reference(logprobs, reference, log_ratio_of(logprobs, batch.behavior).exp())
-        weight = config.beta * batch.coefficients
-        slope = slope + weight * kl_slope
-        parts |= {"kl": kl.sum(), "loss": parts["loss"] + weight.dot(kl)}
+        weight = kl_weights(batch, config)
+        parts["kl"] = kl.sum()
+        if taught is None:
+            slope = slope + weight * kl_slope
+        else:
+            assert batch.top_logprobs is not None
+            kl = taught.kl
+            parts |= {"mass": taught.mass.sum(), "teacher_mass": batch.top_logprobs.exp().sum()}
+        parts["loss"] = parts["loss"] + weight.dot(kl)
     return slope, parts
 
 
@@ -246,6 +300,8 @@ def metrics_of(parts: Iterable[dict[str, Tensor]], updates: int = 1) -> dict[str
         metrics["policy/mismatch_max_current"] = peaks["current_gap_max"]
     if "kl" in sums:
         metrics["policy/kl"] = sums["kl"] / tokens
+    if "mass" in sums:
+        metrics |= {"policy/top_mass": sums["mass"] / tokens, "policy/teacher_top_mass": sums["teacher_mass"] / tokens}
     return metrics
 
 

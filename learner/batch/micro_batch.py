@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from learner.batch.layout import Layout, Segment
-from rollout.schema import check, experts_of, lasts, masks_of, ragged, rewards_of, whole
+from rollout.schema import Teaching, check, experts_of, lasts, masks_of, ragged, rewards_of, teaching_of, whole
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Rows:
     experts: list[npt.NDArray[np.int16] | None] | None = None
     # [R] the prompts that a teacher is given (data.teacher), views as `prompts`; None: it is given `prompts`
     teacher_prompts: list[npt.NDArray[np.int32]] | None = None
+    teaching: Teaching | None = None  # what model.teacher said; None: there is none
 
     @property
     def of_teacher(self) -> "Rows":
@@ -83,8 +84,9 @@ class Rows:
 
     @property
     def highest_id(self) -> int:
-        """The highest token id of prompts and completions; 0 if there are no tokens."""
-        return int(np.concatenate([[0], *self.prompts, *(self.teacher_prompts or []), self.completions]).max())
+        """The highest token id of prompts, completions and a teacher's tokens; 0 if there are none."""
+        others = [*(self.teacher_prompts or []), *([] if self.teaching is None else [self.teaching.top_ids.ravel()])]
+        return int(np.concatenate([[0], *self.prompts, *others, self.completions]).max())
 
     def places(self, chosen: Sequence[int]) -> npt.NDArray[np.int64]:
         """[N] the indices in [M] of the sampled tokens of the chosen completions, completion after completion."""
@@ -96,12 +98,16 @@ class Rows:
         return self.completions[ranges(self.starts[chosen], self.lengths[chosen] - 1)]
 
 
-def read(groups: Sequence[pa.Table]) -> Rows:
+def read(groups: Sequence[pa.Table], top: int | None = None) -> Rows:
     """Reads the columns that the learner needs out of the groups' Arrow tables.
+
+    top: in a run with model.teacher how many of its likeliest tokens count (learner.loss.teacher_top); None: there is
+    no such teacher, and what one may have said to another run is not read.
 
     Raises:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
-            or a logprob is not finite (the objective would mask its ratio, so nobody would see the fault).
+            a logprob is not finite (the objective would mask its ratio, so nobody would see the fault), or the teacher
+            did not say enough.
     """
     tables = [check(group) for group in groups]
     kinds = {"completion_ids": np.int32, "behavior_logprobs": np.float32, "token_versions": np.int32}
@@ -135,10 +141,11 @@ def read(groups: Sequence[pa.Table]) -> Rows:
     owners = None if last.all() else np.cumsum(last) - last
     experts = [one for table in tables for one in experts_of(table)]
     known = experts if any(one is not None for one in experts) else None
-    taught = _teacher_prompts(tables)
+    said = None if top is None else teaching_of(tables, top)
     return Rows(
-        rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known, taught
-    )
+        rewards, prompts, completions, behavior, versions, sizes[0], cut, sampled, of_turns, owners, known,
+        _teacher_prompts(tables), said,
+    )  # fmt: skip
 
 
 def _teacher_prompts(tables: Sequence[pa.Table]) -> list[npt.NDArray[np.int32]] | None:
@@ -249,6 +256,10 @@ class MicroBatch:
     places: Int[Tensor, " N"]  # int64, index of the token in the [M] arrays of Rows
     positions: Int[Tensor, "1 L"] | None = None  # int64, place of each token in its own sequence; None: padded
     layout: Layout | None = None  # the segments of the packed row; None: padded
+    taught: Float[Tensor, " N"] | None = None  # float32, logprobs under model.teacher; None: there is none
+    # int64 and float32, the teacher's likeliest tokens and their logprobs; None: it was asked for none
+    top_ids: Int[Tensor, "N k"] | None = None
+    top_logprobs: Float[Tensor, "N k"] | None = None
     # int16 [B * L, layers * k], the experts that the sampler's routers chose, -1 where that is not known; None: nowhere
     experts: Int[Tensor, "BL W"] | None = None
     idle: bool = False  # whether its gradients are set to zero (see idle_copy)
@@ -429,6 +440,7 @@ def _batch(
     experts: npt.NDArray[np.int16] | None = None,
 ) -> MicroBatch:
     counts, places = rows.counts[chosen], rows.places(chosen)
+    taught, top_ids, top_logprobs = _of_teacher(rows.teaching, places)
     if rows.sampled is not None:  # the head computes no logprobs of tokens that the policy did not sample
         index = index[torch.from_numpy(rows.sampled[ranges(rows.starts[chosen], rows.lengths[chosen])])]
     return MicroBatch(
@@ -444,7 +456,20 @@ def _batch(
         positions=positions,
         layout=layout,
         experts=None if experts is None else torch.from_numpy(experts),
+        taught=taught,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
+
+
+def _of_teacher(
+    said: Teaching | None, places: npt.NDArray[np.int64]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The fields taught, top_ids and top_logprobs of a micro-batch of the tokens at these places."""
+    if said is None:
+        return None, None, None
+    taught, ids, logs = (torch.from_numpy(values[places]) for values in said)
+    return (taught, ids.long(), logs) if ids.shape[1] else (taught, None, None)
 
 
 def _packed_experts(rows: Rows, parts: list[_Part]) -> npt.NDArray[np.int16] | None:

@@ -243,7 +243,8 @@ def wish_of(config: RunConfig, layouts: tuple[Layout, ...]) -> Wish:
         optimizer=learner.optimizer.kind,
         frozen_ranks=_frozen_ranks(config),
         value_rank=_value_rank(config),
-        reference=model.reference_dtype if learner.mode == "full" and learner.loss.beta > 0 else "none",
+        reference=model.reference_dtype if learner.mode == "full" and _refers(config) else "none",
+        top=learner.loss.teacher_top,
         offload=learner.offloads,
         base=model.base,
         exact=config.settled_learner.reduce == "exact",
@@ -268,8 +269,13 @@ def pace_of(config: RunConfig) -> Pace:
     return Pace(
         learner.groups_per_step, rollout.max_completion_length, rollout.workers, config.cluster.learners,
         together=config.max_staleness > 0, updates=learner.updates_per_batch,
-        further=longer * (learner.loss.beta > 0) + 2.0 * (learner.algorithm == "ppo"),
+        further=longer * _refers(config) + 2.0 * (learner.algorithm == "ppo"),
     )  # fmt: skip
+
+
+def _refers(config: RunConfig) -> bool:
+    """Whether the learner computes a reference: model.teacher takes its place, in a process of its own."""
+    return config.learner.loss.beta > 0 and config.model.teacher is None
 
 
 def _frozen_ranks(config: RunConfig) -> tuple[int, ...]:

@@ -13,6 +13,11 @@ H[n] = logsumexp(z[n]) - f' h[n]·(p[n] W) / T.
 
 If the head is trained, its gradient is a sum over tokens of terms too large to keep, so the backward pass computes the
 logits once more: d logp[n] / d r[n] = (onehot(y[n]) - p[n]) f'(r[n]) / T. This takes four matrix products.
+
+The KL to a teacher over its k likeliest tokens (learner.algo.loss.kl_over_top) needs the logprobs of k tokens more.
+Their logits are picked from the tiles as that of y is, and their derivatives c[n, i] are known once p[n] is, so
+    d kl[n] / d h[n] = sum_i c[n, i] (f'(r[n, i]) W[i] - sum_v p[n, v] f'(r[n, v]) W[v]) / T
+is kept as e[n] is; the k rows of the head are read for a few tokens at a time.
 """
 
 import logging
@@ -25,6 +30,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from learner.algo.loss import kl_over_top
 
 log = logging.getLogger("learner")
 
@@ -140,15 +147,21 @@ class _How(NamedTuple):
     vocab_tile: int
     cuda: bool
     kernel: bool  # whether Triton's kernel takes the tiles
+    wide: torch.dtype  # of logits and sums: float32, and float64 for states in it, so that tests can see past rounding
 
     @classmethod
     def on(cls, hidden: Tensor, logits: Logits, temperature: float, token_tile: int | None, vocab_tile: int) -> "_How":
         """Chooses by the device of `hidden`; the tile of tokens where it is None."""
         cuda = hidden.is_cuda
-        kernel = cuda and (hidden.is_meta or _kernel_agrees(hidden.device, hidden.dtype, vocab_tile))
-        return cls(
-            logits, temperature, token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE), vocab_tile, cuda, kernel
-        )
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        kernel = cuda and wide == torch.float32
+        kernel = kernel and (hidden.is_meta or _kernel_agrees(hidden.device, hidden.dtype, vocab_tile))
+        tile = token_tile or (CARD_TOKEN_TILE if cuda else TOKEN_TILE)
+        return cls(logits, temperature, tile, vocab_tile, cuda, kernel, wide)
+
+    def numbers(self, count: int, of: Tensor) -> list[Tensor]:
+        """Four tensors for a number of each token."""
+        return [torch.zeros(count, device=of.device, dtype=self.wide) for _ in range(4)]
 
 
 def policy_logprobs(
@@ -175,8 +188,41 @@ def policy_logprobs(
     """
     kind = _TrainedHead if head.requires_grad else _FrozenHead
     how = _How.on(hidden, logits, temperature, token_tile, vocab_tile)
-    logprobs, entropy = kind.apply(hidden, head, targets, how)  # type: ignore[no-untyped-call]
+    logprobs, entropy, _, _ = kind.apply(hidden, head, targets, how, None)  # type: ignore[no-untyped-call]
     return logprobs, entropy
+
+
+class Top(NamedTuple):
+    """A teacher's k likeliest tokens in the place of each token."""
+
+    ids: Int[Tensor, "N k"]  # int64
+    logprobs: Float[Tensor, "N k"]  # float32, nats, under the teacher
+
+
+class TaughtLogprobs(NamedTuple):
+    """What the policy gives where the KL is over a teacher's likeliest tokens, float32."""
+
+    logprobs: Float[Tensor, " N"]  # nats, with a gradient
+    entropy: Float[Tensor, " N"]  # nats
+    kl: Float[Tensor, " N"]  # KL(policy || teacher) over these and all others as one, nats, with a gradient
+    mass: Float[Tensor, " N"]  # the policy's probability of these tokens together
+
+
+def taught_logprobs(
+    hidden: Float[Tensor, "N H"],
+    head: Float[Tensor, "V H"],
+    targets: Int[Tensor, " N"],
+    top: Top,
+    temperature: float,
+    *,
+    logits: Logits = PLAIN,
+    token_tile: int | None = None,
+    vocab_tile: int = VOCAB_TILE,
+) -> TaughtLogprobs:
+    """Returns what policy_logprobs does, and the KL to a teacher over its likeliest tokens; for arguments see there."""
+    kind = _TrainedHead if head.requires_grad else _FrozenHead
+    how = _How.on(hidden, logits, temperature, token_tile, vocab_tile)
+    return TaughtLogprobs(*kind.apply(hidden, head, targets, how, top))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -214,119 +260,172 @@ def token_entropies(
 
 def _folded(hidden: Tensor, head: Tensor, targets: Tensor, how: _How, want: str) -> Float[Tensor, " N"]:
     """Returns the field `want` of _Fold for all tokens."""
-    out = torch.empty(len(targets), device=hidden.device)
+    out = torch.empty(len(targets), device=hidden.device, dtype=how.wide)
     for rows in _tiles(len(targets), how.token_tile):
-        out[rows] = getattr(_fold(hidden[rows], head, targets[rows], how, want), want)
+        out[rows] = getattr(_fold(hidden[rows], head, targets[rows, None], how, want), want)
     return out
+
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # as TaughtLogprobs; without a teacher KL and mass are 0
 
 
 class _FrozenHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How, top: Top | None) -> Outputs:
+        logprobs, entropy, kl, mass = how.numbers(len(targets), hidden)
         jacobian = torch.empty_like(hidden)
+        pull = None if top is None else torch.empty_like(hidden)  # d kl / d h
         slope = how.logits.scale / how.temperature
         for rows in _tiles(len(targets), how.token_tile):
             h = hidden[rows]
-            fold = _fold(h, head, targets[rows], how, "mean_row")
+            fold = _fold(h, head, _asked(targets, top, rows), how, "mean_row")
             logprobs[rows] = fold.logprob
-            own = head[targets[rows]].float()
+            if top is not None and pull is not None:
+                over = kl_over_top(fold.others, top.logprobs[rows].to(how.wide))
+                kl[rows], mass[rows] = over.kl, over.mass
+                weights = over.slopes
+                if how.logits.cap is not None:
+                    logits = fold.others + (fold.top + fold.log_total)[:, None]
+                    weights = weights * how.logits.bend_(logits, how.temperature)
+                moved = _weighted_rows(head, top.ids[rows], weights, how)
+                moved.addcmul_(fold.mean_row, over.slopes.sum(-1, keepdim=True), value=-1)
+                pull[rows] = moved.mul_(slope).to(hidden.dtype)
+                del over, weights, moved
+            own = head[targets[rows]].to(how.wide)
             if how.logits.cap is None:
                 entropy[rows] = fold.top + fold.log_total - (h.float() * fold.mean_row).sum(-1) * slope
             else:
                 entropy[rows] = fold.entropy
                 own *= how.logits.bend_(fold.logprob + fold.top + fold.log_total, how.temperature)[:, None]
             jacobian[rows] = own.sub_(fold.mean_row).mul_(slope).to(hidden.dtype)
-        ctx.save_for_backward(jacobian)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.save_for_backward(jacobian, *([] if pull is None else [pull]))
+        ctx.mark_non_differentiable(entropy, mass)
+        return logprobs, entropy, kl, mass
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        (jacobian,) = ctx.saved_tensors
-        # The saved tensor is overwritten: nothing else uses it, and autograd raises if a second backward pass would.
-        return jacobian.mul_(grad[:, None]), None, None, None
+    def backward(ctx: Any, grad: Tensor, _: Tensor, of_kl: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        jacobian, *pull = ctx.saved_tensors
+        # Saved tensors are overwritten: nothing else uses them, and autograd raises if a second backward pass would.
+        jacobian.mul_(grad[:, None])
+        for one in pull:
+            jacobian.add_(one.mul_(of_kl[:, None]))
+        return jacobian, None, None, None, None
 
 
 class _TrainedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How) -> tuple[Tensor, Tensor]:
-        logprobs, entropy, top, log_total = (torch.empty(len(targets), device=hidden.device) for _ in range(4))
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, how: _How, top: Top | None) -> Outputs:
+        logprobs, entropy, kl, mass = how.numbers(len(targets), hidden)
+        greatest, log_total, _, _ = how.numbers(len(targets), hidden)
+        slopes = []
         for rows in _tiles(len(targets), how.token_tile):
-            fold = _fold(hidden[rows], head, targets[rows], how, "entropy")
-            logprobs[rows], entropy[rows], top[rows], log_total[rows] = fold[:4]
-        ctx.save_for_backward(hidden, head, targets, top, log_total)
+            fold = _fold(hidden[rows], head, _asked(targets, top, rows), how, "entropy")
+            logprobs[rows], entropy[rows], greatest[rows], log_total[rows] = fold[:4]
+            if top is not None:
+                over = kl_over_top(fold.others, top.logprobs[rows].to(how.wide))
+                kl[rows], mass[rows] = over.kl, over.mass
+                slopes.append(over.slopes)
+        taught = [] if top is None else [top.ids, torch.cat([top.logprobs[:0].to(how.wide), *slopes])]
+        ctx.save_for_backward(hidden, head, targets, greatest, log_total, *taught)
         ctx.how = how
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(entropy, mass)
+        return logprobs, entropy, kl, mass
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, head, targets, top, log_total = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor, of_kl: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head, targets, top, log_total, *taught = ctx.saved_tensors
         how: _How = ctx.how
-        slope = (grad * (how.logits.scale / how.temperature))[:, None]
+        scale = how.logits.scale / how.temperature
+        # Tokens and their slopes. Those of the teacher are by themselves, as the target may be one of them: two numbers
+        # added to the same place at once come in any order on a card.
+        named = [(targets[:, None], (grad * scale)[:, None])]
+        if taught:
+            named.append((taught[0], taught[1] * (of_kl * scale)[:, None]))
+        slope = torch.cat([slopes for _, slopes in named], 1).sum(-1, keepdim=True)
         # The outer loop is over the vocabulary, so that the float32 sums are [N, H] and a tile of the head, not [V, H].
-        grad_hidden, grad_head = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(head)
+        grad_hidden, grad_head = torch.zeros_like(hidden, dtype=how.wide), torch.empty_like(head)
         for words in _tiles(len(head), how.vocab_tile):
-            weight, total = _operand(head[words], how), torch.zeros_like(head[words], dtype=torch.float32)
+            weight, total = _operand(head[words], how), torch.zeros_like(head[words], dtype=how.wide)
             start = torch.full((1,), words.start, device=targets.device)
-            place, inside = _within(targets, start, how.vocab_tile)
+            places = [(*_within(ids, start, how.vocab_tile), slopes) for ids, slopes in named]
             for rows in _tiles(len(targets), how.token_tile):
                 logits = how.logits.of_(_product(hidden[rows], weight.t(), how), how.temperature)
                 bend = None if how.logits.cap is None else how.logits.bend_(logits.clone(), how.temperature)
                 logits.sub_(top[rows, None]).sub_(log_total[rows, None]).exp_().mul_(-slope[rows])
-                logits.scatter_add_(1, place[rows], torch.where(inside[rows], slope[rows], 0.0))
+                for place, inside, slopes in places:
+                    own = torch.where(inside[rows, :, 0], slopes[rows], 0.0)
+                    logits.scatter_add_(1, place[rows, :, 0], own)
                 rounded = (logits if bend is None else logits.mul_(bend)).to(head.dtype)
                 grad_hidden[rows] += _product(rounded, weight, how)
                 total += _product(rounded.t(), hidden[rows], how)
                 del logits, bend, rounded  # freed before the next tile is allocated
             grad_head[words] = total.to(head.dtype)
-        return grad_hidden.to(hidden.dtype), grad_head, None, None
+        return grad_hidden.to(hidden.dtype), grad_head, None, None, None
+
+
+def _asked(targets: Tensor, top: Top | None, rows: slice) -> Int[Tensor, "n m"]:
+    """Returns the tokens whose logprobs are asked for: the target, and behind it the teacher's."""
+    own = targets[rows, None]
+    return own if top is None else torch.cat([own, top.ids[rows]], 1)
+
+
+READ_AT_ONCE = 2**22  # elements of the head that are read for a few tokens: 16 MiB in float32
+
+
+def _weighted_rows(
+    head: Float[Tensor, "V H"], ids: Int[Tensor, "n k"], weights: Float[Tensor, "n k"], how: _How
+) -> Float[Tensor, "n H"]:
+    """Returns for each token the weighted sum of k rows of the head."""
+    sums = torch.empty(len(ids), head.shape[1], device=head.device, dtype=how.wide)
+    for some in _tiles(len(ids), max(READ_AT_ONCE // (ids.shape[1] * head.shape[1]), 1)):
+        sums[some] = torch.bmm(weights[some, None], head[ids[some]].to(how.wide)).squeeze(1)
+    return sums
 
 
 class _Fold(NamedTuple):
     """What the forward pass needs of the logits of one tile of tokens, float32."""
 
-    logprob: Float[Tensor, " n"]  # logprobs of the targets
+    logprob: Float[Tensor, " n"]  # logprobs of the first tokens
     entropy: Float[Tensor, " n"]
     top: Float[Tensor, " n"]  # greatest logit
     log_total: Float[Tensor, " n"]  # logsumexp of the logits minus `top`; added to a great `top` it would lose its bits
     mean_row: Float[Tensor, "n H"]  # p W; with a cap (p f'(r) / scale) W; H = 0 where it is not wanted
+    others: Float[Tensor, "n k"]  # logprobs of the other tokens
 
 
 class _Sums(NamedTuple):
-    """Sums over the vocabulary, all float32 [n], which each of its tiles changes in place."""
+    """Sums over the vocabulary, all [n], which each of its tiles changes in place."""
 
     top: Tensor  # greatest logit until now
     total: Tensor  # sum of exp(z - top)
     spread: Tensor  # sum of exp(z - top) (z - top); only where the entropy is asked for, or there is a cap
 
     @classmethod
-    def of(cls, n: int, device: torch.device) -> "_Sums":
-        lowest = torch.full((n,), torch.finfo(torch.float32).min, device=device)
-        return cls(lowest, torch.zeros(n, device=device), torch.zeros(n, device=device))
+    def of(cls, n: int, device: torch.device, dtype: torch.dtype) -> "_Sums":
+        lowest = torch.full((n,), torch.finfo(dtype).min, device=device, dtype=dtype)
+        return cls(lowest, *torch.zeros(2, n, device=device, dtype=dtype))
 
 
 def _fold(
-    hidden: Float[Tensor, "n H"], head: Float[Tensor, "V H"], targets: Int[Tensor, " n"], how: _How, want: str
+    hidden: Float[Tensor, "n H"], head: Float[Tensor, "V H"], targets: Int[Tensor, "n m"], how: _How, want: str
 ) -> _Fold:
-    """Computes _Fold tile by tile over the vocabulary.
+    """Computes _Fold tile by tile over the vocabulary; `targets` are m tokens for each state.
 
     `want`: logprob, entropy or mean_row. The logprob is always computed; the entropy also with mean_row if there is a
     cap. Other fields must not be read.
     """
-    sums = _Sums.of(len(hidden), hidden.device)
-    mean = torch.zeros(len(hidden), hidden.shape[1] if want == "mean_row" else 0, device=hidden.device)
+    sums, width = _Sums.of(len(hidden), hidden.device, how.wide), hidden.shape[1] if want == "mean_row" else 0
+    mean = torch.zeros(len(hidden), width, device=hidden.device, dtype=how.wide)
     starts = torch.arange(0, len(head), how.vocab_tile, device=hidden.device)
     places, inside = _within(targets, starts, how.vocab_tile)
     labels = []
     take = _take_by_kernel if how.kernel else _take
-    for place, words in zip(torch.split(places, 1, 1), _tiles(len(head), how.vocab_tile), strict=True):
+    for place, words in zip(places.unbind(-1), _tiles(len(head), how.vocab_tile), strict=True):
         weight = _operand(head[words], how)
         products = _product(hidden, weight.t(), how)
-        # The target's logit is taken from the product that enters the sum, so that rounding errors cancel.
+        # A token's logit is taken from the product that enters the sum, so that rounding errors cancel.
         label, decay, weights = take(products, place, sums, how, want, head.dtype)
         labels.append(label)
         del products  # freed before the next tile is allocated
@@ -334,18 +433,20 @@ def _fold(
             torch.addcmul(_product(weights, weight, how), mean, decay[:, None], out=mean)
         del weight, weights
     top, total, spread = sums
-    log_total, label = total.log(), torch.where(inside, torch.cat(labels, 1), 0.0).sum(1)
-    return _Fold(label - top - log_total, log_total - spread / total, top, log_total, mean.div_(total[:, None]))
+    log_total, label = total.log(), torch.where(inside, torch.stack(labels, -1), 0.0).sum(-1)
+    found = label - top[:, None] - log_total[:, None]
+    entropy, mean = log_total - spread / total, mean.div_(total[:, None])
+    return _Fold(found[:, 0], entropy, top, log_total, mean, found[:, 1:])
 
 
-Taken = tuple[Tensor, Tensor, Tensor | None]  # targets' logits [n, 1]; exp(old top - new top) [n]; weights [n, W]
+Taken = tuple[Tensor, Tensor, Tensor | None]  # tokens' logits [n, m]; exp(old top - new top) [n]; weights [n, W]
 
 
 def _take(
-    products: Float[Tensor, "n W"], place: Int[Tensor, "n 1"], sums: _Sums, how: _How, want: str, dtype: torch.dtype
+    products: Float[Tensor, "n W"], place: Int[Tensor, "n m"], sums: _Sums, how: _How, want: str, dtype: torch.dtype
 ) -> Taken:
-    """Adds a tile of W words to the sums. products: head @ hidden, which is overwritten. place: that of each token's
-    target in this tile. The weights, in this dtype, are exp(z - top), with a cap times f'(r) / scale; only for
+    """Adds a tile of W words to the sums. products: head @ hidden, which is overwritten. place: those of each state's
+    tokens in this tile. The weights, in this dtype, are exp(z - top), with a cap times f'(r) / scale; only for
     mean_row."""
     top, total, spread = sums
     bent = want == "mean_row" and how.logits.cap is not None
@@ -371,11 +472,13 @@ def _take(
 
 
 def _take_by_kernel(
-    products: Float[Tensor, "n W"], place: Int[Tensor, "n 1"], sums: _Sums, how: _How, want: str, dtype: torch.dtype
+    products: Float[Tensor, "n W"], place: Int[Tensor, "n m"], sums: _Sums, how: _How, want: str, dtype: torch.dtype
 ) -> Taken:
-    """Does what `_take` does, on a card."""
+    """Does what `_take` does, on a card; the kernel picks the first of a state's tokens."""
     scale, cap = how.logits.scale / how.temperature, (how.logits.cap or 0.0) / how.temperature
-    label, decay, weights = _take_tile(products, place, *sums, scale, cap, dtype if want == "mean_row" else None)
+    label, decay, weights = _take_tile(products, place[:, :1], *sums, scale, cap, dtype if want == "mean_row" else None)
+    if place.shape[1] > 1:
+        label = torch.cat([label, how.logits.of_(products.gather(1, place[:, 1:]), how.temperature)], 1)
     return label, decay, weights if want == "mean_row" else None
 
 
@@ -452,7 +555,7 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool
     products = torch.randn(4, width, device=device, generator=random) * 10
     place = torch.randint(0, width, (4, 3), device=device, generator=random)[:, 1:2]  # a column, as in _fold
     for logits, want in ((PLAIN, "mean_row"), (Logits(0.5, 3.0), "mean_row"), (PLAIN, "entropy")):
-        how = _How(logits, 0.7, 4, width, True, True)
+        how = _How(logits, 0.7, 4, width, True, True, torch.float32)
         found, wanted = (_Sums(*(torch.full((4,), x, device=device) for x in (2.0, 3.0, 0.5))) for _ in range(2))
         try:
             own: list[Any] = [*_take_by_kernel(products, place, found, how, want, dtype), *found]
@@ -472,11 +575,11 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool
 
 
 def _within(
-    targets: Int[Tensor, " n"], starts: Int[Tensor, " K"], width: int
-) -> tuple[Int[Tensor, "n K"], Bool[Tensor, "n K"]]:
-    """Returns (index of each target within each of K tiles of the vocabulary, else 0; whether it is in that tile). For
+    targets: Int[Tensor, "n m"], starts: Int[Tensor, " K"], width: int
+) -> tuple[Int[Tensor, "n m K"], Bool[Tensor, "n m K"]]:
+    """Returns (index of each token within each of K tiles of the vocabulary, else 0; whether it is in that tile). For
     all tiles at once, since on a card these operations take longer to start than to compute."""
-    offset = targets[:, None] - starts
+    offset = targets[..., None] - starts
     inside = (offset >= 0) & (offset < width)
     return offset * inside, inside
 
@@ -487,11 +590,11 @@ def _tiles(length: int, tile: int) -> list[slice]:
 
 def _product(a: Float[Tensor, "I J"], b: Float[Tensor, "J K"], how: _How) -> Float[Tensor, "I K"]:
     """Returns a b in float32: logits rounded to bfloat16 would give a logprob an error of 2e-2 nats."""
-    if a.dtype != torch.float32 and how.cuda:
+    if a.dtype.itemsize < 4 and how.cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return _operand(a, how) @ _operand(b, how)
 
 
 def _operand(matrix: Tensor, how: _How) -> Tensor:
     """Returns the matrix as _product multiplies it: no CPU kernel has half inputs and a float32 output."""
-    return matrix if how.cuda else matrix.float()
+    return matrix if how.cuda else matrix.to(how.wide)

@@ -38,7 +38,17 @@ from learner.model.base import check_finite, head_of, load_base, text_prefix, to
 from learner.model.bases.shared import MappedBase
 from learner.model.experts import Routers, merged_experts
 from learner.model.fusion import fuse
-from learner.model.logprob import decoder_of, logits_of, policy_logprobs, token_entropies, token_logprobs, with_head
+from learner.model.logprob import (
+    TaughtLogprobs,
+    Top,
+    decoder_of,
+    logits_of,
+    policy_logprobs,
+    taught_logprobs,
+    token_entropies,
+    token_logprobs,
+    with_head,
+)
 from learner.model.lora import POLICY, REFERENCE, acting_as, as_json, attach, attach_beside
 from learner.model.masters import Masters
 from learner.model.packing_check import check_head
@@ -359,6 +369,10 @@ class Policy:
         """Returns [N] logprobs and [N] entropies of the tokens that the [N, H] states predict, with gradients
         (learner.model.logprob.policy_logprobs)."""
         return with_head(self._lm, policy_logprobs, states, targets, temperature, logits=self.logits)
+
+    def taught_logprobs(self, states: Tensor, targets: Tensor, top: Top, temperature: float) -> TaughtLogprobs:
+        """As `logprobs`, with the KL to a teacher over its likeliest tokens (learner.model.logprob.taught_logprobs)."""
+        return with_head(self._lm, taught_logprobs, states, targets, top, temperature, logits=self.logits)
 
     def token_logprobs(self, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
         """Returns [N] logprobs without a gradient (learner.model.logprob.token_logprobs)."""

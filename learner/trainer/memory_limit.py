@@ -14,6 +14,7 @@ from cluster.memory.plan import gib
 from cluster.telemetry import peak_resident
 from learner.batch.micro_batch import Rows, shares
 from learner.trainer.optimizer import Alone, Peers
+from rollout.schema import Teaching
 
 log = logging.getLogger("learner")
 
@@ -125,9 +126,12 @@ def _largest(batches: Sequence[Pass]) -> int:
     return max(batch.ids.numel() for batch in batches)
 
 
-def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows:
-    """Returns `count` completions of one prompt, with the given lengths in tokens; all token ids are 0."""
+def longest_rows(prompt_length: int, completion_length: int, count: int, top: int | None = None) -> Rows:
+    """Returns `count` completions of one prompt, with the given lengths in tokens; all token ids are 0. top: as in
+    learner.batch.micro_batch.read."""
     tokens = np.zeros(count * completion_length, np.int32)
+    likeliest = np.zeros((len(tokens), top or 0), np.int32)
+    said = Teaching(tokens.astype(np.float32), likeliest, likeliest.astype(np.float32))
     return Rows(
         rewards=[np.zeros(count)],
         prompts=[np.zeros(prompt_length, np.int32)] * count,
@@ -136,6 +140,7 @@ def longest_rows(prompt_length: int, completion_length: int, count: int) -> Rows
         versions=tokens,
         lengths=np.full(count, completion_length, np.int64),
         truncated=np.zeros(count, np.bool_),
+        teaching=None if top is None else said,
     )
 
 

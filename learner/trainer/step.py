@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from learner.algo.loss import (
+    Taught,
     Uncertain,
     function_of,
+    kl_weights,
     metrics_of,
     most_uncertain,
     token_loss,
@@ -31,6 +33,7 @@ from learner.algo.loss import (
 from learner.algo.targets import Assessment, Targets, assess, learnable, targets_of
 from learner.batch.micro_batch import MicroBatch, Rows, WholeBatch, micro_batches, whole_batches
 from learner.config.settings import LearnerConfig, rate_factor
+from learner.model.logprob import Top
 from learner.model.policy import Policy
 from learner.model.roles import ScoredRole
 from learner.trainer.memory_limit import TokenBudget, longest_rows
@@ -191,36 +194,48 @@ class Passes:
             version: the policy version that the batch began with.
             proximal: [M] logprobs under that version, from `score`; None: the policy is still of that version.
             learned: [M] whether the token is in the objective (learner.loss.top_entropy); None: all tokens are.
-            taught: [M] the reference's logprobs, from `teach`; None: they are computed here, of the same prompts.
+            taught: [M] the reference's logprobs, from `teach`; None: they are computed here, of the same prompts, or
+                the micro-batches have model.teacher's.
         """
         self._policy.clear_gradients()
         self.sums.clear()
         references: Sequence[Tensor | None] = [None] * len(batches)
         if taught is not None:
             references = [taught[batch.places].to(self._device) for batch in batches]
-        elif self._loss.beta > 0:
+        elif self._loss.beta > 0 and any(batch.taught is None for batch in batches):
             references = self._references(batches)
         parts = []
         for batch, reference in zip(batches, references, strict=True):
             moved = batch.to(self._device)
             states = self._policy.predicting(moved)
-            logprobs, entropy = self._policy.logprobs(states, moved.targets, self._temperature)
+            logprobs, entropy, over = self._logprobs(states, moved)
             near = logprobs if proximal is None else proximal[batch.places].to(self._device)
             slopes, part = token_loss(
-                logprobs, entropy, moved, self._loss, reference=reference, version=version,
+                logprobs, entropy, moved, self._loss, version=version, taught=over,
+                reference=reference if moved.taught is None else moved.taught,
                 proximal=near if self._split else None,
                 learned=None if learned is None else learned[batch.places].to(self._device),
             )  # fmt: skip
+            given = [(logprobs, slopes)] + ([] if over is None else [(over.kl, kl_weights(moved, self._loss))])
             if batch.idle:
-                slopes = torch.zeros_like(slopes)
+                given = [(found, torch.zeros_like(slope)) for found, slope in given]
             else:
                 self.mismatch.note(batch.places, near, moved.behavior)
-            torch.autograd.backward(logprobs, self._scale(slopes))
+            torch.autograd.backward([found for found, _ in given], [self._scale(slope) for _, slope in given])
             self._policy.collect_gradients()
             self.sums.add()
             parts.append(part)
             self.passed += 1
         return parts
+
+    def _logprobs(self, states: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Taught | None]:
+        """Returns logprobs and entropies of the tokens that the states predict, and the KL to a teacher over its
+        likeliest tokens, where the micro-batch has them."""
+        if batch.top_ids is None or batch.top_logprobs is None:
+            return (*self._policy.logprobs(states, batch.targets, self._temperature), None)
+        top = Top(batch.top_ids, batch.top_logprobs)
+        found = self._policy.taught_logprobs(states, batch.targets, top, self._temperature)
+        return found.logprobs, found.entropy, Taught(found.kl, found.mass)
 
     def score(self, batches: Sequence[MicroBatch]) -> list[Scored]:
         """Returns the policy's logprobs of the tokens of each micro-batch, without a gradient."""
@@ -479,10 +494,10 @@ class OptimizerSteps:
 
     def _taught(self, rows: Rows, targets: Targets) -> Tensor | None:
         """Returns [M] the reference's logprobs of the completions behind the teacher's prompts (data.teacher); None if
-        it is given the policy's, whose micro-batches it then shares.
+        it is given the policy's, whose micro-batches it then shares, or model.teacher takes its place.
 
         Its own micro-batches, as many tokens each, run forward alone and before the policy's."""
-        if self._config.loss.beta == 0 or rows.teacher_prompts is None:
+        if self._config.loss.beta == 0 or rows.teacher_prompts is None or rows.teaching is not None:
             return None
         plan = self._plan(rows.of_teacher, targets, targets.trained)
         return placed(self._budget.run(plan, self._passes.teach), len(rows.completions))
@@ -529,12 +544,12 @@ class OptimizerSteps:
         scores = {row: score for own, given in found for row, score in zip(own, given, strict=True)}
         return [scores[row] for row in range(len(rows.lengths))]
 
-    def rehearse(self, prompt_length: int, version: int, teacher_length: int = 0) -> None:
+    def rehearse(self, prompt_length: int, version: int, teacher_length: int = 0, top: int | None = None) -> None:
         """Runs forward and backward over the largest micro-batch on every rank, with memory allocated for the
         optimizer's states, and drops the gradients. Then it runs forward alone over the largest micro-batch of a
-        teacher's prompts of `teacher_length` tokens (data.teacher), if there are any."""
+        teacher's prompts of `teacher_length` tokens (data.teacher), if there are any. top: as in batch.read."""
         budget = self._budget
-        plan, tokens = self._largest(prompt_length)
+        plan, tokens = self._largest(prompt_length, top)
         missing = sum(updater.missing_state_bytes() for updater in self.updaters)
         states = torch.empty(missing, dtype=torch.uint8, device=self._policy.head.device)
         budget.run(plan, partial(self._passes.learn, version=version))
@@ -545,12 +560,12 @@ class OptimizerSteps:
         del states
         self._policy.clear_gradients()
 
-    def _largest(self, prompt_length: int) -> tuple[Plan, int]:
+    def _largest(self, prompt_length: int, top: int | None = None) -> tuple[Plan, int]:
         """Returns (token budget -> the largest micro-batch of such prompts, for every rank, the tokens of completions
         that it is made of)."""
         length, peers, packed = self._max_completion_length, self._budget.peers, self._policy.packed
         # There must be enough completions to fill a micro-batch, whether they share their prompt or not.
-        rows = longest_rows(prompt_length, length, count=self._budget.tokens // max(length - 1, 1) + 1)
+        rows = longest_rows(prompt_length, length, self._budget.tokens // max(length - 1, 1) + 1, top)
         same, each = np.ones(len(rows.lengths)), np.ones(len(rows.completions))
         return (lambda tokens: micro_batches(rows, each, same, same > 0, tokens, packed=packed)[:1] * peers.count), len(
             rows.completions

@@ -370,6 +370,7 @@ class Trainer(TrainerService):
         )
         self._sender = Sender(self._policy, merged=learner.push == "merged")
         self._guard, self._version, self._compares = NonFiniteGuard(), 0, learner.algorithm == "grpo"
+        self._top = None if model.teacher is None else learner.loss.teacher_top  # see read
 
     @property
     def version(self) -> int:
@@ -439,7 +440,7 @@ class Trainer(TrainerService):
     def _step(self, groups: list[pa.Table]) -> dict[str, float]:
         started, retries = time.perf_counter(), self._budget.retries
         self._memory.start_step()
-        rows = read(groups)
+        rows = read(groups, self._top)
         check_ids(self._policy.head, rows.highest_id)
         rate = self._updates.rate(self._version)
         learned = self._updates.learn(rows, self._version, rate)
@@ -464,7 +465,7 @@ class Trainer(TrainerService):
 
     def _rehearse(self, prompt_length: int, teacher_length: int) -> dict[str, float]:
         self._memory.start_step()
-        self._updates.rehearse(prompt_length, self._version, teacher_length)
+        self._updates.rehearse(prompt_length, self._version, teacher_length, self._top)
         self._memory.check()
         return _memory_metrics(self._memory, self._budget, 0)
 
@@ -563,7 +564,7 @@ def _policy(
         device=device,
         offload=learner.offloads,
         keep_masters=wants_masters(learner) or sharded,
-        keep_reference=learner.loss.beta > 0,
+        keep_reference=learner.loss.beta > 0 and model.teacher is None,
         sharded=sharded,
         **given,
     )
