@@ -86,18 +86,18 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(digest, str) for digest in value.values())
 
 
-def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> Fingerprints:
+def fingerprints_of(config: RunConfig, rows: Iterable[Mapping[str, Any]], *, asks: bool = True) -> Fingerprints:
     """The fingerprints of a run that is about to start. rows: columns of its training problems, in the order of their
-    source.
+    source. asks: whether model.teacher will be asked; a replay has what it said, and may be without it.
 
     The base model's files are read whole if together they have at most 1 GiB. In a larger folder, a file above 64 MiB
     is represented by its size and 64 blocks of 1 MiB, evenly spread, the first (a safetensors header) and the last
     included: a change outside of these blocks is not noticed.
     """
     base = content_of(config.model.source)
-    if config.model.teacher is not None:
+    if config.model.teacher is not None and asks:
         base |= {f"teacher {name}": digest for name, digest in content_of(config.model.teacher).items()}
-    elif config.learner.loss.beta > 0:
+    elif config.model.teacher is None and config.learner.loss.beta > 0:
         kept = config.model.reference or config.model.adapter
         base |= {f"reference {name}": digest for name, digest in (content_of(kept) if kept else {}).items()}
     if config.learner.value.start is not None:

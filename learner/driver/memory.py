@@ -360,12 +360,8 @@ def _beside_teacher(config: RunConfig, budget: TeacherBudget, device: int) -> in
 def settle(
     config: RunConfig, model: Mapping[str, Any], card: int | None = None, kind: CardKind | None = None
 ) -> Budgets:
-    """The budgets of a run.
-
-    Args:
-        model: the content of the model's config.json.
-        card: bytes of the card that the run is planned for; used where memory.device is null.
-        kind: of that card, where it is known.
+    """The budgets of a run. model: the content of the model's config.json. card: bytes of the card that the run is
+    planned for, used where memory.device is null. kind: of that card, where it is known.
 
     Raises WrongInput; the message names the settings to change.
     """
