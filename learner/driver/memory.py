@@ -361,10 +361,8 @@ def settle(
     config: RunConfig, model: Mapping[str, Any], card: int | None = None, kind: CardKind | None = None
 ) -> Budgets:
     """The budgets of a run. model: the content of the model's config.json. card: bytes of the card that the run is
-    planned for, used where memory.device is null. kind: of that card, where it is known.
-
-    Raises WrongInput; the message names the settings to change.
-    """
+    planned for, used where memory.device is null. kind: of that card, where it is known. Raises WrongInput, which names
+    the settings to change."""
     device = config.memory.device or card
     if (teacher := _teacher(config, model)) is None:
         return _settled(config, model, device, kind)

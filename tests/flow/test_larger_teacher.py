@@ -60,10 +60,10 @@ def test_a_killed_teacher_costs_no_group_and_what_it_said_is_learned_from_again(
     """Killed in the middle of a run with two generators, whose groups the fresh one tells of. The run goes on from a
     checkpoint to the same digests, and is computed again when the teacher is gone for good."""
     policy, larger = models
-    run = Run(tmp_path, policy, steps=8, cluster={"patience": 0.2})
+    run = Run(tmp_path, policy, steps=6, cluster={"patience": 0.2})
     taught = (*TAUGHT, f"model.teacher={larger}")
     process = run.start(*taught, "rollout.workers=2", "checkpoint.keep=9")
-    wait_until(lambda: len(run.metrics()) > 3, "3 steps", 240, process)
+    wait_until(lambda: len(run.metrics()) > 2, "2 steps", 240, process)
     lost = teacher_of(run)
     assert lost is not None
     os.kill(lost, signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_a_killed_teacher_costs_no_group_and_what_it_said_is_learned_from_again(
     assert process.returncode == 0, output
     assert re.findall(r"learner: (\S+): .*; starting a fresh process", output) == ["teacher-0"], output
     steps = [line for line in run.metrics() if line["step"] > 0]
-    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert [line["step"] for line in steps] == list(range(1, 7))
     places = [
         place
         for file in ledger.steps(run.folder / "rollouts")
@@ -80,21 +80,18 @@ def test_a_killed_teacher_costs_no_group_and_what_it_said_is_learned_from_again(
             zip(*(ledger.read(file)[name].to_pylist() for name in ("position", "attempt")), strict=True)
         )
     ]
-    assert sorted(places) == [(place, 0) for place in range(24)], "a group was lost, asked again or trained twice"
+    assert sorted(places) == [(place, 0) for place in range(18)], "a group was lost, asked again or trained twice"
     check(run, larger)
     wait_until(lambda: run.processes() == {}, "all processes to end", seconds=30)
 
     digests = (run.folder / "policies.jsonl").read_text().splitlines()
-    for step in (6, 8):
-        shutil.rmtree(run.folder / "checkpoints" / checkpoint.name_of(step))  # as if it had been stopped after step 4
-    other = run.start(TAUGHT[0], TAUGHT[1], f"model.teacher={policy}", "--dry-run")
-    said, _ = run.communicate(other, 120)
-    assert "content of base (teacher " in " ".join(said.split()), said
-    assert "resumed at step 4" in run.finish(*taught, "rollout.workers=2", "checkpoint.keep=9")
+    for step in (4, 6):
+        shutil.rmtree(run.folder / "checkpoints" / checkpoint.name_of(step))  # as if it had been stopped after step 2
+    assert "resumed at step 2" in run.finish(*taught, "rollout.workers=2", "checkpoint.keep=9")
     assert (run.folder / "policies.jsonl").read_text().splitlines() == digests
     shutil.move(larger, tmp_path / "gone")
     found = json.loads(run.gleaner("replay", str(run.folder), "--json"))
-    assert (found["same"], found["to"]) == (True, 8), found
+    assert (found["same"], found["to"]) == (True, 6), found
 
 
 def test_a_policy_that_teaches_itself_has_nothing_to_learn(tmp_path: Path, models: tuple[Path, Path]) -> None:

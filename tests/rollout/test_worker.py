@@ -27,7 +27,8 @@ from rollout.engine import EngineDied, EngineSettings, NoAdapter
 from rollout.fakes import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.scorer import RewardProcesses, SharedScorer
-from rollout.types import Adapter, Completion, EngineError, Sampling, Weights
+from rollout.teacher.process import Teacher
+from rollout.types import Adapter, Completion, EngineError, Sampling, Told, Weights
 from rollout.weights import Source, WeightsFile
 from rollout.worker import RolloutWorker, WorkerSpec
 
@@ -86,6 +87,38 @@ async def test_reward_functions_are_told_how_far_the_run_is(spec: WorkerSpec) ->
     try:
         table = await table_of(worker, problem())
         assert set(table.column("reward").to_pylist()) == {100.0 * ADAPTER.version + 70 + 1}
+    finally:
+        await worker.close()
+
+
+class Lengths:
+    """A TeacherService that tells a token's place in its completion."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    async def tell(self, prompt_ids: Sequence[int], completions: Sequence[Any]) -> list[Told]:
+        self.asked.append([*prompt_ids])
+        none = np.zeros((0, 0), np.int32)
+        return [Told(np.arange(len(ids), dtype=np.float32), none, none) for ids in completions]
+
+    async def close(self) -> None:
+        """There is nothing."""
+
+
+async def test_the_teacher_is_asked_of_what_is_trained_on_and_of_no_evaluation(spec: WorkerSpec) -> None:
+    teacher: Local[Any] = Local("teacher-0", Lengths, ())
+    worker = RolloutWorker(replace(spec, teacher=Teacher(teacher, 0, 5.0)))
+    try:
+        table = await table_of(worker, problem())
+        assert teacher._object.asked == [[50, 32, 43]]
+        for told, ids in zip(ragged(table, "teacher_logprobs"), ragged(table, "completion_ids"), strict=True):
+            assert told.tolist() == list(range(len(ids)))
+        assert table.column("teacher_top_ids").null_count == SAMPLING.n
+        assert table.column("reward_status").to_pylist() == ["ok"] * SAMPLING.n
+        evaluated = await worker.rollouts([problem()], [SAMPLING], 0)
+        assert evaluated is not None
+        assert (evaluated.column("teacher_logprobs").null_count, len(teacher._object.asked)) == (SAMPLING.n, 1)
     finally:
         await worker.close()
 

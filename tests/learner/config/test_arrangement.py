@@ -96,6 +96,30 @@ def test_settings_that_name_no_card_take_those_that_are_here(
     assert with_cards(tree, lambda: 0) == tree
 
 
+@pytest.mark.parametrize(
+    ("cards", "settings", "gpus"),
+    [
+        (1, {}, (0.33, 0.33, 0.33)),
+        (2, {}, (0.5, 0.5, 1)),
+        (3, {}, (1, 1, 1)),
+        (1, {"memory": {"layout": "separate"}}, None),
+        (3, {"cluster": {"gpus": {"generator": 1, "learner": 1}}}, (1, 1, 0)),
+    ],
+)
+def test_a_teacher_has_a_card_of_its_own_where_there_are_two(
+    cards: int, settings: dict[str, Any], gpus: tuple[float, float, float] | None
+) -> None:
+    tree: dict[str, Any] = {
+        "model": {"path": "m", "teacher": "t"}, "data": {"path": "d"}, "rewards": ["number"],
+        "learner": {"loss": {"beta": 1}}, **settings,
+    }  # fmt: skip
+    if gpus is None:
+        assert with_cards(tree, lambda: cards) == tree
+        return
+    found = validated(tree, cards).cluster.gpus
+    assert (found.generator, found.learner, found.teacher) == gpus
+
+
 def test_cards_are_not_asked_for_where_nothing_depends_on_them() -> None:
     def never() -> int:
         raise AssertionError

@@ -83,6 +83,16 @@ def test_an_adapter_counts_where_the_run_stays_close_to_it(tmp_path: Path) -> No
     }
 
 
+def test_a_teacher_counts_in_place_of_a_reference_unless_nobody_will_ask_it(tmp_path: Path) -> None:
+    for name in ("base", "adapter", "teacher"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    model = {"path": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter"), "teacher": str(tmp_path / "teacher")}
+    config = configure(model=model, learner={"loss": {"beta": 0.1}})
+    assert set(fingerprints_of(config, ()).base) == {"config.json", "teacher config.json"}
+    assert set(fingerprints_of(config, (), asks=False).base) == {"config.json"}
+
+
 def test_a_reward_model_counts_by_the_files_of_its_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_text("one")
     seen = made(tmp_path, "format", f"adapter:{tmp_path}").rewards

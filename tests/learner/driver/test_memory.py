@@ -21,6 +21,7 @@ from cluster.memory import shape as units
 from cluster.memory.generator import asleep
 from cluster.memory.plan import BETWEEN, USABLE, kind_of
 from cluster.memory.shape import SHAPES, Shape
+from learner.algo.surrogates import LossConfig
 from learner.config import RunConfig
 from learner.driver import memory
 from learner.driver.memory import (
@@ -36,7 +37,7 @@ from learner.driver.memory import (
     wish_of,
     workload,
 )
-from learner.driver.roles import worker_spec
+from learner.driver.roles import teacher_spec, worker_spec
 from learner.model.adapter_config import HEAD
 from rollout.config import DEFAULT_KV
 
@@ -160,6 +161,60 @@ def test_a_card_for_each_role() -> None:
     assert budgets.plan.layout == "separate"
     assert budgets.learner_bytes == round(USABLE * 16 * GIB) - units.CONTEXT
     assert budgets.kv_cache > GIB
+
+
+def taught(tmp_path: Path, gpus: dict[str, float], name: str = "Llama-3.1-8B", **changes: Any) -> Budgets:
+    """Of a run of Llama-3.2-3B, whose teacher is `name`."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name].to_config()))
+    model = {"path": "Llama-3.2-3B", "teacher": str(tmp_path)}
+    return settle(*run(model=model, cluster={"gpus": gpus}, learner={"loss": {"beta": 1}}, **changes))
+
+
+def test_a_teacher_is_planned_on_its_card_or_beside_the_others(tmp_path: Path) -> None:
+    shape, slices = SHAPES["Llama-3.1-8B"], {"generator": 0.4, "learner": 0.4}
+    alone = taught(tmp_path, {"generator": 1, "learner": 1, "teacher": 1}, memory={"device": "24GiB"})
+    without = settle(*run(cluster={"gpus": {"generator": 1, "learner": 1}}, memory={"device": "24GiB"}))
+    assert alone.teacher is not None
+    assert alone.teacher.parts is not None
+    assert alone.teacher.parts["weights"] == 2 * shape.params == alone.teacher.room - alone.teacher.kv_bytes
+    assert (alone.teacher.step, alone.teacher.longest) == (2**30 // (4 * shape.vocab), 256 + 786 + 1)
+    assert alone.learner_bytes == without.learner_bytes  # it takes nothing of the others' cards
+    assert f"model.teacher: {alone.teacher.takes / GIB:.1f} GiB planned on a card (weights 15.0 GiB" in alone.note
+    # 3 in float32 a token and entry: what vLLM holds of a step
+    assert alone.teacher.parts["logits"] == 12 * shape.vocab * alone.teacher.step
+    together = taught(tmp_path, slices | {"teacher": 0.2}, memory={"device": "80GiB", "layout": "slices"})
+    assert together.plan is not None
+    assert together.teacher is not None
+    assert together.plan.device_bytes == 80 * GIB - together.teacher.takes
+    for gpus in ({"generator": 1, "learner": 1, "teacher": 1}, slices | {"teacher": 0.2}):
+        with pytest.raises(WrongInput, match=r"^model.teacher: .* needs .* and 16.0 GiB are there; .*teacher=2"):
+            taught(tmp_path, gpus, memory={"device": "16GiB"})
+    with pytest.raises(WrongInput, match="^memory.device: .* needs .* Change one of"):  # it fits, but not beside them
+        taught(tmp_path, slices | {"teacher": 0.2}, memory={"device": "21GiB"})
+    two = taught(tmp_path, {"generator": 1, "learner": 1, "teacher": 2}, memory={"device": "16GiB"})
+    assert two.teacher is not None
+    assert two.teacher.kv_bytes == alone.teacher.kv_bytes // 2
+    assert two.teacher.room < 16 * GIB / 2
+
+
+def test_a_teacher_of_a_kind_that_is_not_known_and_one_with_more_rows(tmp_path: Path) -> None:
+    gpus = {"generator": 1, "learner": 1, "teacher": 1}
+    (tmp_path / "config.json").write_text(json.dumps(BERT | {"vocab_size": 128_300}))
+    model = {"path": "Llama-3.2-3B", "teacher": str(tmp_path)}
+    config, policy = run(model=model, cluster={"gpus": gpus}, learner={"loss": {"beta": 1}}, memory={"device": "24GiB"})
+    found = settle(config, policy)
+    assert found.teacher is not None
+    assert (found.teacher.parts, found.teacher.kv_bytes, found.teacher.room) == (None, DEFAULT_KV, 0)
+    assert (found.teacher.vocabulary, found.teacher.others) == (128_256, 8)
+    assert "model.teacher: no plan for its architecture" in found.note
+    spec = teacher_spec(config, found.teacher)
+    assert (spec.engine.tells, spec.top, spec.vocabulary) == (0, 0, 128_256)  # nobody asks for likeliest ones
+    several = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"loss": LossConfig(teacher_top=4)})}
+    )
+    spec = teacher_spec(several, found.teacher)
+    assert (spec.engine.tells, spec.top, spec.engine.max_lora_rank) == (12, 4, 0)
+    assert spec.engine.step_tokens == 2**30 // (4 * 128_300)
 
 
 def test_a_generator_of_two_cards_holds_half_of_its_model_on_each() -> None:

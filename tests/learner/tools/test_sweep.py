@@ -115,6 +115,7 @@ def test_each_run_has_a_name_of_its_own_that_a_folder_can_have(values: list[str]
         (["seed=0,1", "rollout.in_flight=continue", "max_staleness=1"], "set rollout.in_flight=finish"),
         (["seed=0,1", "cluster.learners=2"], "cluster.learners=1"),
         (["seed=0,1", "cluster.rewards.processes=1"], "leave cluster.rewards out"),
+        (["seed=0,1", "model.teacher=t", "learner.loss.beta=1"], "a sweep has no process of a teacher (model.teacher)"),
         (["seed=0,1", "trackers=[prometheus]"], "trackers: wandb, trackio and prometheus hold one run in a process"),
         (["model.dtype=float32,bfloat16"], "model.dtype: must be the same in all runs"),
         (["model.path=a,b", "rollout.workers=1,2"], "rollout.workers: must be the same in all runs"),
