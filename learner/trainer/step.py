@@ -145,7 +145,7 @@ Scored = tuple[Tensor, Tensor]
 
 def placed(scored: Sequence[Scored], tokens: int) -> Tensor:
     """Returns [M] the numbers of all micro-batches, nan for tokens that are in no micro-batch."""
-    known = torch.full((tokens,), math.nan)
+    known = torch.full((tokens,), math.nan, dtype=scored[0][1].dtype if scored else None)
     for places, values in scored:
         known[places] = values
     return known

@@ -102,6 +102,22 @@ def taught(group: pa.Table, prompt: list[int] | None) -> pa.Table:
     return group.set_column(place, field, pa.array([prompt] * len(group), field.type))
 
 
+def said(group: pa.Table, logs: Callable[[list[int], list[int]], np.ndarray], top: int) -> pa.Table:
+    """The group with what model.teacher says of it. logs: prompt and completion -> [T, V] the teacher's logprobs."""
+    rows = zip(ragged(group, "prompt_ids"), ragged(group, "completion_ids"), strict=True)
+    columns: dict[str, list[list[float] | None]] = {"logprobs": [], "top_ids": [], "top_logprobs": []}
+    for prompt, completion in rows:
+        known = logs(prompt.tolist(), completion.tolist())
+        best = np.argsort(-known, axis=1, kind="stable")[:, :top]
+        columns["logprobs"].append(known[np.arange(len(completion)), completion].tolist())
+        columns["top_ids"].append(best.ravel().tolist() if top else None)
+        columns["top_logprobs"].append(np.take_along_axis(known, best, 1).ravel().tolist() if top else None)
+    for name, values in columns.items():
+        place, field = SCHEMA.get_field_index(f"teacher_{name}"), SCHEMA.field(f"teacher_{name}")
+        group = group.set_column(place, field, pa.array(values, field.type))
+    return group
+
+
 def observed(group: pa.Table, changed: float = 0.0) -> pa.Table:
     """The group with every third token of a completion as an observation, but for the first and the last; `changed`:
     what is recorded as its logprob."""

@@ -18,10 +18,13 @@ from torch import Tensor
 from cluster.errors import WrongInput
 from learner.algo.advantage import LOSSES
 from learner.algo.loss import (
+    Taught,
     Tokens,
     explained_variance,
     function_of,
+    kl_over_top,
     kl_to_reference,
+    kl_weights,
     log_ratio_of,
     metrics_of,
     token_loss,
@@ -120,6 +123,37 @@ def test_what_a_teacher_teaches_is_the_gradient_of_the_reverse_kl() -> None:
     (found,) = torch.autograd.grad(logs, logits, slopes)
     assert (found - wanted).abs().max() < 1e-12
     assert wanted.abs().max() > 0.01
+
+
+def test_the_kl_over_a_teachers_likeliest_tokens_by_hand() -> None:
+    """Policy 1/2, 1/4 and the rest 1/4; teachers 1/4, 1/2, rest 1/4, and 1/4, 1/4, rest 1/2."""
+    policy = torch.tensor([[0.5, 0.25]]).expand(2, 2).log()
+    found = kl_over_top(policy, torch.tensor([[0.25, 0.5], [0.25, 0.25]]).log())
+    two = math.log(2)
+    assert found.kl.tolist() == pytest.approx([0.5 * two - 0.25 * two, 0.5 * two - 0.25 * two])
+    assert found.slopes[0].tolist() == pytest.approx([0.5 * two, -0.25 * two])
+    assert found.slopes[1].tolist() == pytest.approx([0.5 * 2 * two, 0.25 * two])
+    assert found.mass.tolist() == [0.75, 0.75]
+    none = kl_over_top(torch.tensor([[-40.0]]), torch.tensor([[0.0]]))  # a teacher that is sure: its rest is 2^-23
+    assert none.kl.tolist() == pytest.approx([23 * two])
+    assert none.slopes.abs().max() < 1e-15
+
+
+def test_the_kl_over_likeliest_tokens_takes_the_place_of_the_sampled_ones() -> None:
+    """In the loss, not in its gradient by the sampled tokens' logprobs, which is then the objective's alone."""
+    logprobs, reference, sums = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([0.3, 0.5])
+    plain = batch_of(logprobs, torch.ones(2), torch.tensor([0.25, 0.5]))
+    batch = replace(plain, top_logprobs=torch.tensor([[0.5, 0.25], [0.125, 0.125]]).log())
+    config, rest = LossConfig(beta=0.1), {"reference": reference, "version": 0}
+    slopes, parts = token_loss(logprobs, torch.zeros(2), batch, config, taught=Taught(sums, sums / 2), **rest)
+    alone, without = token_loss(logprobs, torch.zeros(2), plain, LossConfig(), reference=None, version=0)
+    assert torch.equal(slopes, alone)
+    assert kl_weights(batch, config).tolist() == pytest.approx([0.025, 0.05])
+    assert parts["loss"].item() == pytest.approx(without["loss"].item() + 0.025 * 0.3 + 0.05 * 0.5)
+    metrics = metrics_of([parts, parts])
+    assert metrics["policy/kl"] == pytest.approx((math.exp(-0.5) - 0.5 + math.e - 2) / 2)
+    assert metrics["policy/top_mass"] == pytest.approx(0.2)
+    assert metrics["policy/teacher_top_mass"] == pytest.approx(0.5)
 
 
 def test_beta_weighs_the_kl() -> None:

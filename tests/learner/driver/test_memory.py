@@ -374,6 +374,15 @@ def test_a_teachers_longer_prompts_are_planned_for() -> None:
     assert pace_of(hinted).further > pace_of(same).further == 1.0  # a longer pass
 
 
+def test_a_teacher_in_a_process_of_its_own_is_no_reference_of_the_learner() -> None:
+    loss = {"beta": 1, "teacher_top": 4}
+    larger = config_of(model={"path": "Llama-3.2-1B", "teacher": "x"}, learner={"mode": "full", "loss": loss})
+    own = config_of(learner={"mode": "full", "loss": {"beta": 1}})
+    wished = [wish_of(config, layouts(config)) for config in (larger, own)]
+    assert [(wish.reference, wish.top) for wish in wished] == [("none", 4), ("auto", 0)]
+    assert [pace_of(config).further for config in (larger, own)] == [0.0, 1.0]
+
+
 def test_the_card_with_least_room_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [Card("H100", "a", 80 * GIB, 79 * GIB, (9, 0)), Card("H100", "b", 80 * GIB, 75 * GIB, (9, 0))]
     monkeypatch.setattr(memory, "visible_cards", lambda: here)

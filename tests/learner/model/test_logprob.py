@@ -25,7 +25,16 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from learner.model.logprob import PLAIN, Logits, logits_of, policy_logprobs, token_logprobs
+from learner.model import logprob
+from learner.model.logprob import (
+    PLAIN,
+    Logits,
+    Top,
+    logits_of,
+    policy_logprobs,
+    taught_logprobs,
+    token_logprobs,
+)
 from tests.learner.model.test_policy import SMALL, make_policy, save_model
 from tests.peak import peak_bytes
 from tests.rollout.data.test_model_files import changed, having
@@ -259,3 +268,105 @@ def test_states_that_change_before_the_head_are_found(
     monkeypatch.setattr(LlamaForCausalLM, "forward", divided)
     with pytest.raises(ValueError, match="does something to its final states"):
         make_policy(path, dtype=dtype)
+
+
+# The KL to a teacher over its likeliest tokens.
+
+
+def kl_of(hidden: Tensor, head: Tensor, top: Top, temperature: float, how: Logits = PLAIN) -> Tensor:
+    """From whole softmaxes; the teacher's rest is that of its k logprobs."""
+    logits = how.scale * (hidden @ head.t())
+    logits = logits if how.cap is None else how.cap * (logits / how.cap).tanh()
+    every = (logits / temperature).log_softmax(-1)
+    own, teacher = every.gather(1, top.ids), top.logprobs.double()
+    kl = (own.exp() * (own - teacher)).sum(-1)
+    if top.ids.shape[1] == len(head):
+        return kl
+    rest = every.exp().scatter(1, top.ids, 0.0).sum(-1)
+    return kl + rest * (rest / (1 - teacher.exp().sum(-1))).log()
+
+
+def likeliest(n: int, v: int, k: int) -> Top:
+    logs = torch.randn(n, v, dtype=torch.float64).log_softmax(-1).topk(k)
+    return Top(logs.indices, logs.values)
+
+
+@pytest.mark.parametrize("how", [PLAIN, SCALED, CAPPED, Logits(scale=2.0, cap=30.0)])
+@pytest.mark.parametrize("k", [1, 3, 30])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_the_kl_to_a_teacher_is_that_of_whole_softmaxes(dtype: torch.dtype, bound: float, k: int, how: Logits) -> None:
+    """Values and the gradient of both outputs together, of 30 words in tiles of 8; k = 30 is the whole KL."""
+    hidden, head, targets, grad = inputs(40, 30, 8, 0, dtype)
+    top, of_kl = likeliest(40, 30, k), torch.randn(40)
+    targets[:5] = top.ids[:5, 0]  # as a policy that is sure samples
+    h, w = (tensor.detach().double().requires_grad_() for tensor in (hidden, head))
+    exact = naive(h, w, targets, 0.7, how)[0], kl_of(h, w, top, 0.7, how)
+    wanted = torch.autograd.grad(exact, (h, w), (grad.double(), of_kl.double()))
+    for trained in (False, True):
+        head = head.detach().requires_grad_(trained)
+        given = Top(top.ids, top.logprobs.to(dtype))
+        found = taught_logprobs(hidden, head, targets, given, 0.7, logits=how, token_tile=7, vocab_tile=8)
+        assert (found.kl - exact[1]).abs().max() < bound * 10
+        assert (found.logprobs - exact[0]).abs().max() < bound * 10
+        assert not any(one.requires_grad for one in (found.mass, found.entropy))
+        slopes = torch.autograd.grad(
+            (found.logprobs, found.kl), (hidden, head) if trained else (hidden,), (grad.to(dtype), of_kl.to(dtype))
+        )
+        for one, other in zip(slopes, wanted, strict=False):
+            assert relative(one.double(), other) < bound
+
+
+def test_a_policy_that_is_its_teacher_learns_nothing() -> None:
+    hidden, head, targets, _ = inputs(40, 30, 8, 0, torch.float64)
+    best = (hidden @ head.t()).detach().log_softmax(-1).topk(4)
+    found = taught_logprobs(hidden, head, targets, Top(best.indices, best.values), 1.0)
+    (slope,) = torch.autograd.grad(found.kl.sum(), hidden)
+    assert slope.abs().max() < 1e-12
+    assert found.kl.abs().max() < 1e-12
+    assert torch.allclose(found.mass, best.values.exp().sum(-1))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_kl_in_bfloat16_and_of_tokens_that_take_it_all(trained: bool) -> None:
+    """Near float32 where both are of a usual size; finite and bounded where a rest is 0 for the one or the other."""
+    hidden, head, targets, _ = inputs(200, 300, 32, 0, torch.bfloat16)
+    head.requires_grad_(trained)
+    top = likeliest(200, 300, 5)
+    top = Top(top.ids, top.logprobs.float())
+    h = hidden.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(kl_of(h, head.detach().double(), top, 0.7).sum(), h)
+    found = taught_logprobs(hidden, head, targets, top, 0.7)
+    (slope,) = torch.autograd.grad(found.kl.sum(), hidden)
+    assert (found.kl.dtype, slope.dtype) == (torch.float32, torch.bfloat16)
+    assert relative(slope.double(), wanted) < 1e-2
+    sure = Top(top.ids, torch.tensor([0.0, -40, -50, -60, -70]).expand(200, 5))
+    for states, teacher in ((hidden * 1e3, top), (hidden, sure), (hidden * 1e3, sure), (hidden * 0, sure)):
+        found = taught_logprobs(states, head, targets, teacher, 0.7)
+        (slope,) = torch.autograd.grad(found.kl.sum(), hidden)
+        assert all(torch.isfinite(one).all() for one in (found.kl, found.mass, slope))
+        assert found.kl.min() > -1e-5
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_new_memory_for_a_teacher_is_states_and_a_few_rows(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what logprobs take: one more [N, H], and rows of the head for a few tokens at a time."""
+    monkeypatch.setattr(logprob, "READ_AT_ONCE", 10_000)
+    hidden, head, targets, grad = inputs(600, 20_000, 64, 0)
+    head.requires_grad_(trained)
+    top = likeliest(600, 20_000, 20)
+    top = Top(top.ids, top.logprobs.float())
+
+    def work(*, taught: bool) -> None:
+        given = (hidden, head, targets)
+        tiles: Any = {"token_tile": 128, "vocab_tile": 1024}
+        if not taught:
+            torch.autograd.backward(policy_logprobs(*given, 1.0, **tiles)[0], grad)
+            return
+        found = taught_logprobs(*given, top, 1.0, **tiles)
+        torch.autograd.backward((found.logprobs, found.kl), (grad, grad))
+
+    plain = peak_bytes(lambda: work(taught=False))
+    hidden.grad = head.grad = None
+    more = peak_bytes(lambda: work(taught=True)) - plain
+    states, numbers = 600 * 64 * 4, 600 * 20 * 4
+    assert 0 < more < 2 * states + 12 * numbers + 3 * 40_000 < 600 * 20 * 64 * 4

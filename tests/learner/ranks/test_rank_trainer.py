@@ -19,13 +19,14 @@ from tests.learner.rank_processes import (
     steps,
     with_room_for,
 )
-from tests.learner.rollouts import make_groups, taught, uniform
+from tests.learner.rollouts import make_groups, said, taught, uniform
 from tests.learner.trainers import make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT: dict[str, Any] = {"reduce": "exact", "learning_rate": 1e-2, "token_budget": 300}
 TAUGHT = {"algorithm": "distill", "loss": LossConfig(beta=1)}
+SAID = {"algorithm": "distill", "model": {"teacher": "x"}, "loss": LossConfig(beta=1, teacher_top=3)}
 SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
 
 
@@ -36,6 +37,12 @@ def ragged() -> list[pa.Table]:
     return make_groups([rng.normal(size=6).tolist() for _ in range(5)], uniform, max_completion=40)
 
 
+def random_logs(prompt: list[int], completion: list[int]) -> np.ndarray:
+    """[T, V] logprobs of a teacher that knows nothing of language."""
+    logits = np.random.default_rng(prompt + completion).normal(size=(len(completion), 260))
+    return np.asarray(logits - np.log(np.exp(logits).sum(1, keepdims=True)))
+
+
 @pytest.mark.parametrize(
     ("settings", "packed", "counts"),
     [
@@ -43,8 +50,9 @@ def ragged() -> list[pa.Table]:
         (SEVERAL, False, (2,)),
         pytest.param({"algorithm": "ppo", "dtype": "bfloat16"}, True, (2,), marks=pytest.mark.long),
         (TAUGHT, True, (2,)),
+        (SAID, True, (2,)),
     ],
-    ids=["packed", "padded", "PPO", "a teacher with prompts of its own"],
+    ids=["packed", "padded", "PPO", "a teacher with prompts of its own", "a teacher's likeliest tokens"],
 )
 async def test_the_number_of_ranks_changes_no_bit(
     tiny_path: str,
@@ -56,6 +64,8 @@ async def test_the_number_of_ranks_changes_no_bit(
 ) -> None:
     if settings is TAUGHT:
         ragged = [taught(group, list(range(place, 70))) for place, group in enumerate(ragged)]
+    if settings is SAID:
+        ragged = [said(group, random_logs, 3) for group in ragged]
     alone = await steps(make_trainer(tiny_path, adapter=adapter_path, **EXACT, **settings), ragged, 2, packed)
     assert len({digest for digest, _ in alone}) == 2  # something was learned in every step
     assert alone[0][1]["loss/trained_tokens"] > 0
