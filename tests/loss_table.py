@@ -125,6 +125,32 @@ The teacher is an adapter of the same base, as any reference: no second model, o
 (`learner.mode: full`: a whole model). With `grpo` and `beta` above 0 the same teacher counts beside the rewards.
 `python -m benchmarks distill` compares it with GRPO.
 
+### A larger model: model.teacher
+
+```bash
+gleaner export runs/demo-seed0 out/teacher                        # here the demo's own policy, as a model of its own
+make demo ARGS="name=student learner.algorithm=distill learner.loss.beta=1 learner.learning_rate=3e-4 \\
+    model.teacher=out/teacher learner.loss.teacher_top=8"
+```
+
+A model of another size, a folder or a hub name, in a process of its own (`teacher-0`): vLLM computes prompt and
+completion in one pass (`prompt_logprobs`), while reward functions score the group. What it says is recorded with the
+group, so that a replay needs no teacher; evaluations do not ask it. With `learner.algorithm: grpo` it counts beside the
+rewards, as a reference does.
+
+- Its tokenizer must be the policy's: each id that the policy may sample must stand for the same text. Else the run is
+  refused before anything starts, with the first id that differs. It may have tokens and rows of its head more.
+- It may be stored as anything that vLLM reads, AWQ, GPTQ or FP8 too, and is computed in `model.dtype`. Its context must
+  be above `rollout.max_prompt_length + max_completion_length`: vLLM samples one token behind them.
+- `cluster.gpus.teacher`: a card, several over which it is spread, or a slice of the card of other roles. The memory plan says what
+  it takes and leaves the others the rest. A step of its engine has as many tokens as have 1 GiB of logits in float32.
+- It reads prompts as the policy's chat template writes them; that its own is another is told before the start.
+- The process is replaced if it ends or hangs, and gets the groups again that it had. Another teacher behind the same
+  setting is refused at a resume, unless `resume_allow_changed=[base]`.
+- The prompt is computed again for each completion: vLLM reads no cached prefix where it has to tell a prompt's logprobs.
+- Not with `env.use`, `data.teacher` or `model.reference`, `learner.algorithm: ppo`, a temperature other than 1, or in a
+  sweep.
+
 ### A privileged prompt: data.teacher
 
 The teacher may be given another prompt than the policy: the answer, worked examples, a hint or a system prompt, made of
