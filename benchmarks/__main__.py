@@ -62,6 +62,8 @@ CASES = (
          "system.hacking_power", "hacking_power"),
     Case("distill", "steps to a held-out accuracy by a teacher and by rewards, on the demo", "system.distill",
          "distill"),
+    Case("distill_model", "the same by a teacher that is a model in a process of its own",
+         "system.distill --model --rates 1e-4", "distill_model"),
     Case("self_distillation", "SmolLM2 (`make smollm2`) taught by itself behind a privileged prompt",
          "system.self_distillation", "self_distillation"),
     Case("sweep", "seconds of a run's step and memory of several runs side by side", "system.sweep", "sweep"),

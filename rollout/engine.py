@@ -133,8 +133,9 @@ class EngineSettings:
             raise ValueError(f"records_experts needs one shard and no form: got {self.shards} and {self.form!r}")
         if self.form and not self.truncates:
             raise ValueError("form needs truncates=True, got False: else logprobs would be of what it leaves")
-        tells = self.tells is not None
-        if tells and (self.tells < 0 or self.max_lora_rank > 0 or self.step_tokens < self.max_num_seqs):
+        if self.tells is not None and not (
+            self.tells >= 0 and self.max_lora_rank == 0 and self.step_tokens >= self.max_num_seqs
+        ):
             raise ValueError(
                 f"tells must be at least 0, without adapters, and with step_tokens of at least max_num_seqs="
                 f"{self.max_num_seqs}: got {self.tells}, max_lora_rank={self.max_lora_rank}, "

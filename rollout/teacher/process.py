@@ -107,8 +107,11 @@ def of_policy(told: Told, top: int, vocabulary: int) -> Told:
             "teacher, or learner.loss.teacher_top=0"
         )
     kept = np.argsort(~known, axis=-1, kind="stable")[:, :top]
-    ids, logprobs = (np.take_along_axis(one, kept, -1) for one in (told.top_ids, told.top_logprobs))
-    return Told(told.logprobs, ids, logprobs)
+    return Told(
+        told.logprobs,
+        np.take_along_axis(told.top_ids, kept, -1),
+        np.take_along_axis(told.top_logprobs, kept, -1),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def test_a_killed_teacher_costs_no_group_and_what_it_said_is_learned_from_again(
     checkpoint to the same digests, and is computed again when the teacher is gone for good."""
     policy, larger = models
     run = Run(tmp_path, policy, steps=6, cluster={"patience": 0.2})
-    taught = (*TAUGHT, f"model.teacher={larger}", "learner.learning_rate=1e-2")
+    taught = (*TAUGHT, f"model.teacher={larger}")
     process = run.start(*taught, "rollout.workers=2", "checkpoint.keep=9")
     wait_until(lambda: len(run.metrics()) > 2, "2 steps", 240, process)
     lost = teacher_of(run)
@@ -73,7 +73,6 @@ def test_a_killed_teacher_costs_no_group_and_what_it_said_is_learned_from_again(
     assert re.findall(r"learner: (\S+): .*; starting a fresh process", output) == ["teacher-0"], output
     steps = [line for line in run.metrics() if line["step"] > 0]
     assert [line["step"] for line in steps] == list(range(1, 7))
-    assert steps[-1]["policy/kl"] < 0.9 * steps[0]["policy/kl"], [line["policy/kl"] for line in steps]
     places = [
         place
         for file in ledger.steps(run.folder / "rollouts")

@@ -99,8 +99,8 @@ class Lengths:
 
     async def tell(self, prompt_ids: Sequence[int], completions: Sequence[Any]) -> list[Told]:
         self.asked.append([*prompt_ids])
-        none = np.zeros((0, 0), np.int32)
-        return [Told(np.arange(len(ids), dtype=np.float32), none, none) for ids in completions]
+        none = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        return [Told(np.arange(len(ids), dtype=np.float32), *none) for ids in completions]
 
     async def close(self) -> None:
         """There is nothing."""

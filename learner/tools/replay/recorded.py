@@ -142,7 +142,7 @@ class Recorded:
             raise WrongInput(f"RUN: {error}; take that checkpoint away") from None
         now = fingerprints_of(self.config.model_copy(update={"rewards": [], "env": EnvConfig()}), (), asks=False)
         base = {name: digest for name, digest in then.base.items() if not name.startswith("teacher ")}
-        pairs = [("model.path", now.base, base)]
+        pairs: list[tuple[str, Mapping[str, str], Mapping[str, str]]] = [("model.path", now.base, base)]
         if own_loss:
             pairs.append(("learner.loss.ratio", now.loss, then.loss))
         for key, new, old in pairs:

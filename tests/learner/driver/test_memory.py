@@ -186,7 +186,7 @@ def test_a_teacher_is_planned_on_its_card_or_beside_the_others(tmp_path: Path) -
     assert together.plan is not None
     assert together.teacher is not None
     assert together.plan.device_bytes == 80 * GIB - together.teacher.takes
-    for gpus in ({"generator": 1, "learner": 1, "teacher": 1}, slices | {"teacher": 0.2}):
+    for gpus in ({"generator": 1.0, "learner": 1.0, "teacher": 1.0}, slices | {"teacher": 0.2}):
         with pytest.raises(WrongInput, match=r"^model.teacher: .* needs .* and 16.0 GiB are there; .*teacher=2"):
             taught(tmp_path, gpus, memory={"device": "16GiB"})
     with pytest.raises(WrongInput, match="^memory.device: .* needs .* Change one of"):  # it fits, but not beside them
