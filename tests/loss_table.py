@@ -142,11 +142,12 @@ rewards, as a reference does.
   refused before anything starts, with the first id that differs. It may have tokens and rows of its head more.
 - It may be stored as anything that vLLM reads, AWQ, GPTQ or FP8 too, and is computed in `model.dtype`. Its context must
   be above `rollout.max_prompt_length + max_completion_length`: vLLM samples one token behind them.
-- `cluster.gpus.teacher`: a card, several over which it is spread, or a slice of the card of other roles. The memory plan says what
-  it takes and leaves the others the rest. A step of its engine has as many tokens as have 1 GiB of logits in float32.
+- `cluster.gpus.teacher`: a card, several over which it is spread, or a slice of the card of other roles. The memory
+  plan says what it takes and leaves the others the rest. A step of its engine has so many tokens that their logits in
+  float32 take 1 GiB, 4096 at most.
 - It reads prompts as the policy's chat template writes them; that its own is another is told before the start.
-- The process is replaced if it ends or hangs, and gets the groups again that it had. Another teacher behind the same
-  setting is refused at a resume, unless `resume_allow_changed=[base]`.
+- The process is replaced if it ends or hangs, and gets the groups again that it had. Another teacher is refused at a
+  resume, unless `resume_allow_changed=[base]`.
 - The prompt is computed again for each completion: vLLM reads no cached prefix where it has to tell a prompt's logprobs.
 - Not with `env.use`, `data.teacher` or `model.reference`, `learner.algorithm: ppo`, a temperature other than 1, or in a
   sweep.
