@@ -255,5 +255,5 @@ def _table(prompt: int, completions: Sequence[int], top: int) -> pa.Table:
     ]
     rewards = [float(i % 2) for i in range(len(completions))]
     said = (("teacher_logprobs", 1), ("teacher_top_ids", top), ("teacher_top_logprobs", top)) if top else ()
-    columns = {name: [np.zeros(width * n, np.int32) for n in completions] for name, width in said}
+    columns: dict[str, Any] = {name: [np.zeros(width * n, np.int32) for n in completions] for name, width in said}
     return make_group(prompt_ids=[[0] * prompt] * len(completions), completions=sampled, rewards=rewards, **columns)
