@@ -185,6 +185,24 @@ without. Taught so, with no reward, it kept 0.408 without them after 60 steps at
 30; `python -m benchmarks self_distillation`, one seed), and 0.308 after 40 steps at 5e-5 (one run). Rewards teach this
 task faster: a teacher says something only of tokens that the policy samples, and it hardly ever writes a title or P.S.
 
+### Over the likeliest tokens: learner.loss.teacher_top
+
+With `model.teacher` the KL need not be guessed from the one token that was sampled. With `teacher_top: k` (at most 20)
+the teacher also tells its k likeliest tokens in each place, and the KL is taken exactly over these and all others as
+one: with p_i = π(i), q_i = teacher(i) and the rests p = 1 - Σ p_i and q = 1 - Σ q_i
+
+    KL = Σ p_i log(p_i / q_i) + p log(p / q),   its derivative by log p_i: p_i (log(p_i / q_i) - log(p / q))
+
+- It is at most the KL over the whole vocabulary (data processing inequality), and equal to it where all else is alike.
+- It needs no ratio to the sampler, and has none: it is of the distribution, not of a sample. A stale sampler only
+  changes which prefixes are looked at, which nothing corrects (as in GKD, Agarwal et al. 2306.13649).
+- Rests below 2^-23, which float32 cannot tell from rounding, count as 2^-23.
+- It costs no second model and no [tokens, vocabulary] tensor: the logits of the k tokens are picked from the tiles of
+  the head (`learner/model/logprob.py`). With LoRA one more state a token is kept.
+- `policy/kl` stays the estimate from the sampled tokens, of the whole KL; `loss/total` counts the one above.
+  `policy/teacher_top_mass` and `policy/top_mass` say how much of both distributions the k tokens hold: with little of
+  either raise k.
+
 ## A loss of your own
 
 A function in a file of yours, named by `learner.loss.ratio=my_loss.py:topr` (or `package.module:function`):

@@ -336,7 +336,7 @@ def letters(shape: Shape, layer: Layer, learning: Learning, micro: Micro) -> Map
         "h": shape.hidden, "f": feed.ffn, "q": mixer.queries, "k": mixer.keys,
         "heads": mixer.heads, "kv_heads": mixer.kv_heads,
         "rank": lora_rank * len(shape.adapted(layer, learning.targets)),
-        "top": learning.top, "taught": learning.top > 0,
+        "top": learning.top, "taught": learning.top > 0, "tiles": -(-shape.vocab // VOCAB_TILE),
         "normed": norms,  # elements that a layer's norms multiply
         "further_norms": wide - 2,  # how many norms a layer has beyond two
         "lora": learning.mode == "lora", "full": learning.mode == "full", "gemma": wide > 2,
@@ -363,7 +363,8 @@ FRAGMENTATION = 0.04  # share of a step's bytes in blocks that the caching alloc
 # a step's bytes that malloc keeps.
 LEARNER_PROCESS, LEARNER_WORKSPACE, MALLOC = 530 * 10**6, 85 * 10**6, 0.35
 
-WIDENED_ROWS = 1024  # learner.model.lora.TILE, which the driver cannot import: it loads no torch
+VOCAB_TILE = 8192  # learner.model.logprob.VOCAB_TILE, which the driver cannot import: it loads no torch
+WIDENED_ROWS = 1024  # learner.model.lora.TILE, likewise
 WINDOW_TILE = 512  # learner.model.attention.WINDOW_TILE, likewise
 MLP_TILE = 4096  # learner.model.policy.MLP_TILE, likewise
 BLOCK = 128  # learner.batch.layout.BLOCK, likewise

@@ -10,7 +10,9 @@ rank of the adapters of those that a token goes to; expert_adapters: weights of 
 of the state of linear attention; state_heads, state_keys, state_values: its heads that have one, and the widths of
 its keys and values; repeated_keys: width of its keys, once for each such head. every, every_f: experts of a block, and
 the width of all, where each computes all tokens; dense_experts: whether they do. clamped: whether experts limit the
-numbers of their gate. Letters for a kind of model or of training are 0 or 1, unless a comment says otherwise.
+numbers of their gate. top, taught: a teacher's likeliest tokens that are asked for, and whether any are; tiles: those
+of 8192 words that the vocabulary makes. Letters for a kind of model or of training are 0 or 1, unless a comment says
+otherwise.
 
 Bytes are those of a base in 16 bits; in float32 all but the head's tile count twice, which is an upper bound. Terms
 are read from the operations, as the tensors that autograd saves; `measured` ones come from learner.tools.meta_run,
@@ -153,25 +155,29 @@ LAST_NORM = (
 HEAD = (
     Term(0.5, "N h", "measured"),
     Term(4, "C h", "a completion token's state, and its Jacobian"),
-    Term(2, "C h taught", "the KL's Jacobian, where that is over a teacher's likeliest tokens"),
+    Term(2, "C h taught lora", "the KL's Jacobian, where that is over a teacher's likeliest tokens"),
     Term(16, "C top", "these tokens' ids, logprobs, and the KL's derivatives"),
 )
 # A tile of the head has R completion tokens and 8192 words of the vocabulary; its bytes do not depend on the base's
 # type.
 HEAD_ROWS, HEAD_ROWS_ON_CARD = 512, 2048
+ASKED = Term(13, "R top tiles lora", "places and logits of a teacher's likeliest tokens in each tile of the vocabulary")
 HEAD_TILES_ON_CARD = (  # the larger one
     (
         Term(6 * 8192, "R", "logits in float32, and their weights in 16 bits"),
         Term(4, "R h", "the weighted sum of the head's rows, float32"),
+        ASKED,
     ),
     (
         Term(2 * 8192, "R", "the weights, when the logits are freed"),
         Term(8, "R h", "the weighted sum of the head's rows, and what this tile adds to it, float32"),
+        ASKED,
     ),
 )
 HEAD_TILE = (
     Term(6 * 8192, "R", "the weights in 16 bits, and in float32: no product of a CPU takes 16 bits and gives 32"),
     Term(8, "R h", "as on a card"),
+    ASKED,
     Term(4 * 8192, "h", "the head's rows in float32, for the same reason"),
 )
 HEAD_TRAINED = 8 * 8192  # times h: a tile of the head's gradient in float32, and the summand of a tile of tokens

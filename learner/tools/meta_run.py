@@ -84,6 +84,8 @@ def footprint(
         ValueError: the learner refuses the model or the settings.
     """
     settings: dict[str, Any] = {"dtype": dtype, "base": base, "reference_dtype": reference_dtype}
+    top = learner.loss.teacher_top
+    settings["teacher"] = "what it says is recorded" if top else None
     attention = VARLEN if cuda and dtype == "bfloat16" else SEGMENTS  # GPUs that need float16 have no FlashAttention
     with tempfile.TemporaryDirectory() as folder, Ledger(CUDA_BLOCK if cuda else 1) as ledger, _as_on(cuda):
         (Path(folder) / "config.json").write_text(json.dumps(shape.to_config()))
@@ -102,7 +104,7 @@ def footprint(
         _warm(trainer)
         gc.collect()
         ledger.peak = ledger.now
-        trainer._step([_table(*lengths) for lengths in groups])
+        trainer._step([_table(*lengths, top) for lengths in groups])
         return _read(trainer, ledger, built)
 
 
@@ -244,11 +246,14 @@ def _cpu_attention(
     return out
 
 
-def _table(prompt: int, completions: Sequence[int]) -> pa.Table:
-    """Returns a group of rollouts of these lengths, whose rewards differ, so that all completions are trained on."""
+def _table(prompt: int, completions: Sequence[int], top: int) -> pa.Table:
+    """Returns a group of rollouts of these lengths, whose rewards differ, so that all completions are trained on. top:
+    tokens that a teacher told for each token; 0: there is no teacher."""
     sampled = [
         Completion(np.zeros(n, np.int32), np.full(n, -1.0, np.float32), "stop", np.zeros(n, np.int32))
         for n in completions
     ]
     rewards = [float(i % 2) for i in range(len(completions))]
-    return make_group(prompt_ids=[[0] * prompt] * len(completions), completions=sampled, rewards=rewards)
+    said = (("teacher_logprobs", 1), ("teacher_top_ids", top), ("teacher_top_logprobs", top)) if top else ()
+    columns: dict[str, Any] = {name: [np.zeros(width * n, np.int32) for n in completions] for name, width in said}
+    return make_group(prompt_ids=[[0] * prompt] * len(completions), completions=sampled, rewards=rewards, **columns)

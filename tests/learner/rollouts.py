@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -105,7 +106,7 @@ def taught(group: pa.Table, prompt: list[int] | None) -> pa.Table:
 def said(group: pa.Table, logs: Callable[[list[int], list[int]], np.ndarray], top: int) -> pa.Table:
     """The group with what model.teacher says of it. logs: prompt and completion -> [T, V] the teacher's logprobs."""
     rows = zip(ragged(group, "prompt_ids"), ragged(group, "completion_ids"), strict=True)
-    columns: dict[str, list[list[float] | None]] = {"logprobs": [], "top_ids": [], "top_logprobs": []}
+    columns: dict[str, list[Any]] = {"logprobs": [], "top_ids": [], "top_logprobs": []}
     for prompt, completion in rows:
         known = logs(prompt.tolist(), completion.tolist())
         best = np.argsort(-known, axis=1, kind="stable")[:, :top]

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from cluster.memory.learner import (
     MLP_TILE,
+    VOCAB_TILE,
     WIDENED_ROWS,
     WINDOW_TILE,
     Learning,
@@ -31,7 +32,7 @@ from cluster.memory.plan import Misfit, Plan, Wish, Workload
 from cluster.memory.search import least, plan
 from cluster.memory.shape import ALL, ATTENTION, SHAPES, SPARSE, Checkpointing, OptimizerKind, Shape, total
 from learner.config.settings import LearnerConfig, LoraConfig
-from learner.model import attention, lora, masters
+from learner.model import attention, logprob, lora, masters
 from learner.model import policy as policy_module
 from learner.tools.meta_run import Footprint, footprint
 
@@ -315,6 +316,27 @@ def test_full_fine_tuning(
     assert static["weights"] + static["reference"] == pytest.approx(fake.weights, rel=0.01)
     predicted = total(learner_static(shape, learning), step_bytes(shape, learning, Micro.of(256, 786, 4, 3396)))
     assert predicted == pytest.approx(fake.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "policy"),
+    [
+        ("SmolLM2-135M", "lora", "full"),  # where the head is the peak
+        pytest.param("Qwen2.5-0.5B", "lora", "none", marks=pytest.mark.long),
+        pytest.param("Qwen2.5-0.5B", "full", "none", marks=pytest.mark.long),
+    ],
+)
+def test_a_larger_teachers_likeliest_tokens(name: str, mode: Any, policy: Checkpointing) -> None:
+    """What a step takes beside weights, and what they add to it, of which a reference's pass is no part."""
+    shape, loss = replace(SHAPES[name], layers=8), {"beta": 1, "teacher_top": 20}
+    settings = {"mode": mode, "checkpointing": policy, "token_budget": 3396}
+    groups, micro = [(256, [786] * 4), (257, [785] * 4)], Micro.of(256, 786, 4, 3396)
+    fakes = [footprint(shape, LearnerConfig.model_validate(settings | {"loss": one}), groups) for one in ({}, loss)]
+    none, most = (step_bytes(shape, Learning(mode=mode, checkpointing=policy, top=top), micro) for top in (0, 20))
+    assert total(most) == pytest.approx(fakes[1].dynamic, rel=0.01)
+    added = fakes[1].dynamic - fakes[0].dynamic
+    assert added == pytest.approx(total(most) - total(none), rel=0.25, abs=2**20)
+    assert VOCAB_TILE == logprob.VOCAB_TILE
 
 
 @pytest.mark.long

@@ -144,7 +144,8 @@ def test_the_kl_over_likeliest_tokens_takes_the_place_of_the_sampled_ones() -> N
     logprobs, reference, sums = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([0.3, 0.5])
     plain = batch_of(logprobs, torch.ones(2), torch.tensor([0.25, 0.5]))
     batch = replace(plain, top_logprobs=torch.tensor([[0.5, 0.25], [0.125, 0.125]]).log())
-    config, rest = LossConfig(beta=0.1), {"reference": reference, "version": 0}
+    config = LossConfig(beta=0.1)
+    rest: dict[str, Any] = {"reference": reference, "version": 0}
     slopes, parts = token_loss(logprobs, torch.zeros(2), batch, config, taught=Taught(sums, sums / 2), **rest)
     alone, without = token_loss(logprobs, torch.zeros(2), plain, LossConfig(), reference=None, version=0)
     assert torch.equal(slopes, alone)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from learner.batch.micro_batch import MicroBatch, Rows, fine_budget, micro_batches, ranges, read, shares, whole_batches
 from rollout.schema import SCHEMA, ragged
-from tests.learner.rollouts import make_group, make_groups, taught, uniform
+from tests.learner.rollouts import make_group, make_groups, said, taught, uniform
 
 # What the learner reads out of a batch's tables: every column, row by row; what is wrong with one, by its row.
 
@@ -85,6 +85,46 @@ def test_experts_lie_where_their_tokens_lie() -> None:
     (batch,) = micro_batches(longer, np.zeros(len(rows.completions)), every, every > 0, 99, packed=True)
     assert batch.experts is None
     assert batch.ids.tolist() == [[13, 14, 15, 5, 6, 3, 16, 9]]
+
+
+def test_what_a_teacher_said_goes_with_its_tokens() -> None:
+    """Of rows of any length, none too; only of tokens that the policy sampled, and as many of the likeliest as are
+    asked for."""
+
+    def logs(prompt: list[int], completion: list[int]) -> np.ndarray:
+        known = np.full((len(completion), 20), -30.0)
+        for place, token in enumerate(completion):  # token 7 at place 1: 7 is at -7.25, then 8, 9 and 10 follow
+            known[place, token : token + 4] = -token - 0.25 * place - np.arange(4)
+        return known
+
+    masks = [None, [True, False, True], None]
+    one = said(make_group([1, 2], [[3, 4], [5, 6, 7], []], [0, 1, 1], uniform, masks=masks), logs, 3)
+    two = said(make_group([8], [[9]], [1], uniform), logs, 3)
+    rows = read([one, two], 2)
+    for packed in (True, False):
+        every = np.ones(len(rows.lengths))
+        (batch,) = micro_batches(rows, np.zeros(len(rows.completions)), every, every > 0, 99, packed=packed)
+        assert batch.taught is not None
+        assert batch.top_ids is not None
+        assert batch.top_logprobs is not None
+        found = zip(
+            batch.targets.tolist(),
+            batch.taught.tolist(),
+            batch.top_ids.tolist(),
+            batch.top_logprobs.tolist(),
+            strict=True,
+        )
+        wanted = {3: 0, 4: 1, 5: 0, 7: 2, 9: 0}
+        assert sorted(found) == [
+            (token, -token - 0.25 * place, [token, token + 1], [-token - 0.25 * place, -token - 0.25 * place - 1])
+            for token, place in wanted.items()
+        ]
+    assert rows.highest_id == 10
+    (batch,) = micro_batches(read([one, two], 0), np.zeros(6), every, every > 0, 99, packed=True)
+    assert batch.taught is not None
+    assert batch.top_ids is None
+    assert read([one, two]).teaching is None
+    assert read([], 2).teaching is not None
 
 
 def test_no_group_is_no_row() -> None:

@@ -83,14 +83,18 @@ def test_an_adapter_counts_where_the_run_stays_close_to_it(tmp_path: Path) -> No
     }
 
 
-def test_a_teacher_counts_in_place_of_a_reference_unless_nobody_will_ask_it(tmp_path: Path) -> None:
+def test_a_larger_teacher_counts_by_its_files_in_place_of_a_reference(tmp_path: Path) -> None:
     for name in ("base", "adapter", "teacher"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
-    model = {"path": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter"), "teacher": str(tmp_path / "teacher")}
-    config = configure(model=model, learner={"loss": {"beta": 0.1}})
-    assert set(fingerprints_of(config, ()).base) == {"config.json", "teacher config.json"}
-    assert set(fingerprints_of(config, (), asks=False).base) == {"config.json"}
+    model = {name if name != "base" else "path": str(tmp_path / name) for name in ("base", "adapter", "teacher")}
+    learner = {"loss": {"beta": 0.1}}
+    first = made(tmp_path / "base", model=model, learner=learner)
+    assert set(first.base) == {"config.json", "teacher config.json"}
+    (tmp_path / "teacher" / "config.json").write_text("another")
+    assert differing(made(tmp_path / "base", model=model, learner=learner).base, first.base) == ["teacher config.json"]
+    replayed = configure(model=model, learner=learner)  # it has what the teacher said
+    assert set(fingerprints_of(replayed, (), asks=False).base) == {"config.json"}
 
 
 def test_a_reward_model_counts_by_the_files_of_its_adapter(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], Trainer]:
     """What makes a trainer compute in float64, all but the norms of transformers, which are not fused then."""
 
     def norm(self: Any, states: Tensor) -> Tensor:
-        return self.weight * states * (states.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        found: Tensor = self.weight * states * (states.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return found
 
     to = MicroBatch.to
 
@@ -119,7 +120,7 @@ async def test_what_a_larger_teacher_said_gives_the_textbooks_gradient(
     in_float64: Callable[[Trainer], Trainer],
 ) -> None:  # fmt: skip
     groups = [said(group, logs, top) for group in groups]
-    loss = LossConfig(beta=1, teacher_top=top, **{"ratio": "truncated"} if algorithm == "grpo" else {})
+    loss = LossConfig(beta=1, teacher_top=top, ratio="truncated" if algorithm == "grpo" else "masked")
     advantages = ZEROS if algorithm == "distill" else advantages_by_hand("batch")
     start = adapter_path if mode == "lora" else None
     trainer = in_float64(
