@@ -148,7 +148,7 @@ rewards, as a reference does.
 - It reads prompts as the policy's chat template writes them; that its own is another is told before the start.
 - The process is replaced if it ends or hangs, and gets the groups again that it had. Another teacher is refused at a
   resume, unless `resume_allow_changed=[base]`.
-- The prompt is computed again for each completion: vLLM reads no cached prefix where it has to tell a prompt's logprobs.
+- The prompt is computed again for each completion: vLLM reads no cached prefix where a prompt's logprobs are asked for.
 - Not with `env.use`, `data.teacher` or `model.reference`, `learner.algorithm: ppo`, a temperature other than 1, or in a
   sweep.
 
