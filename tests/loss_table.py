@@ -136,7 +136,8 @@ make demo ARGS="name=student learner.algorithm=distill learner.loss.beta=1 learn
 A model of another size, a folder or a hub name, in a process of its own (`teacher-0`): vLLM computes prompt and
 completion in one pass (`prompt_logprobs`), while reward functions score the group. What it says is recorded with the
 group, so that a replay needs no teacher; evaluations do not ask it. With `learner.algorithm: grpo` it counts beside the
-rewards, as a reference does.
+rewards, as a reference does. The demo's adapter, merged into a model of its own, teaches as it does as an adapter: 0.85
+in 15 steps at 1e-4, seeds 0 to 2 (`python -m benchmarks distill_model`).
 
 - Its tokenizer must be the policy's: each id that the policy may sample must stand for the same text. Else the run is
   refused before anything starts, with the first id that differs. It may have tokens and rows of its head more.

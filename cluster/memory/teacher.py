@@ -103,7 +103,8 @@ class TeacherBudget:
             assert self.parts is not None
             raise WrongInput(
                 f"model.teacher: {name} needs {gib(self.takes)} (weights {gib(self.parts['weights'])}), and "
-                f"{gib(device)} are there; give a smaller or a quantised one, or more cards (cluster.gpus.teacher=2)"
+                f"{gib(device)} are there; give a smaller or a quantised one, or "
+                f"{'more cards (cluster.gpus.teacher=2)' if self.cuda else 'raise memory.device'}"
             )
         return device - self.takes if shares else device
 
