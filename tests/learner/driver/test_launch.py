@@ -12,6 +12,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from benchmarks.system.local_run import VOCAB, local_run
 from cluster.actor import ActorDied, DeadlineExceeded, Local, Unusable
 from cluster.buffer import MAX_REFILLS, Batch, Buffer
 from cluster.config import Deadlines, RewardProcessConfig
+from cluster.memory.teacher import TeacherBudget
 from cluster.placement import Role
 from cluster.telemetry import Timeline
 from learner.algo.surrogates import LossConfig
@@ -33,6 +35,7 @@ from learner.driver.console import Phases
 from learner.driver.failure import LearnerLost, RunEnded
 from learner.driver.launch import Patience, kept_answering, sampling_of
 from learner.driver.loop import Batches
+from learner.driver.machine_checks import needs
 from learner.driver.memory import Budgets
 from learner.driver.process import ENDS
 from learner.driver.roles import (
@@ -40,6 +43,7 @@ from learner.driver.roles import (
     Serves,
     make_trainer,
     spawn_rewards,
+    spawn_teacher,
     weights_stay,
     worker_spec,
 )
@@ -49,7 +53,9 @@ from rollout.delivery import Receipt
 from rollout.fakes import FakeEngine, FakeWorker
 from rollout.scorer import RewardProcesses
 from rollout.service import RolloutService
+from rollout.teacher.process import Teacher, TeacherServer
 from rollout.types import Completion, Sampling, SentPolicy, WeightsInFile, group_seed
+from rollout.vllm.environment import required_env
 from tests.learner import naive
 from tests.learner.loops import PER_STEP, Trainer, Worker, build, configure, consumed, finish, waiting
 from tests.learner.trainers import MAX_LENGTH, TEMPERATURE, advantages_by_hand, distance, gradient, naive_gradient
@@ -138,6 +144,37 @@ def test_reward_processes_of_their_own_get_the_functions_and_generators_get_them
     assert spec.reward_processes == RewardProcesses(tuple(found), config.group_deadline_s)
     assert config.reward_processes == 2 * 2
     assert [role.name for role in roles(config)] == ["generator-0", "rewards-0", "rewards-1", "learner"]
+
+
+def test_a_teacher_gets_its_model_and_the_generators_get_the_teacher() -> None:
+    tree = config_of("m").model_dump(exclude_unset=True)
+    tree["model"]["teacher"], tree["rollout"]["temperature"] = "t", 1.0
+    tree["learner"]["loss"] = LOSS | {"beta": 0.5, "teacher_top": 4}
+    tree["cluster"] = {"cpus": {"teacher": 3}}
+    config = RunConfig.model_validate(tree)
+    budget = TeacherBudget(longest=99, step=777, kv_bytes=55, vocabulary=64, others=8, parts=None, cuda=False)
+    budgets = Budgets(config.learner, 12345, 11, None, 0, ARRANGEMENTS["separate"], None, "", budget)
+    asked: list[tuple[Any, ...]] = []
+
+    class Session:
+        def spawn(self, role: Role, factory: Any, args: Any, env: Any, *, stateless: bool) -> str:
+            asked.append((role, factory, *args, env, stateless))
+            return role.name
+
+    found = spawn_teacher(config, budgets, cast(Any, Session()))
+    (role, factory, spec, env, stateless), *others = asked
+    assert (found, others, role, factory) == (["teacher-0"], [], Role("teacher-0", 3, 0), TeacherServer)
+    assert (env, stateless) == (required_env(cuda=False), True)  # Ray replaces it, and repeats the calls that it had
+    assert (spec.top, spec.vocabulary, spec.silence_s) == (4, 64, config.cluster.deadlines.silence)
+    engine = spec.engine
+    assert (engine.model, engine.dtype, engine.max_model_len, engine.kv_cache_bytes) == ("t", "float32", 99, 55)
+    assert (engine.tells, engine.step_tokens, engine.max_lora_rank, engine.shards) == (12, 777, 0, 1)
+    teacher = worker_spec(config, 0, budgets, Serves(teacher=cast(Any, "teacher-0"))).teacher
+    assert teacher == Teacher(cast(Any, "teacher-0"), 4, config.group_deadline_s)
+    assert [one.name for one in roles(config)] == ["generator-0", "teacher-0", "learner"]
+    assert [need.kind for need in needs(config)] == ["generator", "learner", "teacher"]
+    assert needs(config)[-1].models == {"model.teacher": "t"}
+    assert spawn_teacher(config, replace(budgets, teacher=None), cast(Any, Session())) == []
 
 
 async def test_a_learner_that_is_lost_in_its_rehearsal_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from learner.driver.input_checks import (
     ENGINE,
     LEARNER,
     SHARED_BASE,
+    TEACHER,
     Trial,
     adapter_notes,
 )
@@ -104,6 +105,25 @@ def test_a_model_that_is_not_trained_here_is_refused(
     code, _, err = check(config, f"model.path={tmp_path / 'model'}", capsys=capsys)
     assert code == 2
     assert re.search(message, err)
+    assert not Path("runs").exists()
+
+
+def test_a_teacher_is_planned_and_tried_or_refused_before_anything_starts(
+    config: dict[str, Any], model: Path, tmp_path: Path, no_trials: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = make_tiny_model(tmp_path / "larger", seed=3, hidden_size=128, layers=3, heads=4)
+    config["learner"] = {"algorithm": "distill", "loss": {"beta": 1}}
+    code, out, _ = check(config, "--dry-run", f"model.teacher={larger}", capsys=capsys)
+    assert (code, no_trials) == (0, [LEARNER, ENGINE, TEACHER])
+    assert "placement    teacher-0: 1 CPU, 0 GPU" in out
+    assert re.search(r"; model.teacher: 1.0 GiB planned on the CPU \(weights 2 MiB, .* 4096 tokens a step\)", out)
+    short = ("rollout.max_prompt_length=448", "rollout.max_completion_length=64")  # its context is 512
+    code, _, err = check(config, f"model.teacher={larger}", *short, capsys=capsys)
+    assert (code, "error: model.teacher: must have a context above " in err, err.count("\n")) == (2, True, 1)
+    code, _, err = check(config, "model.teacher=/nope", capsys=capsys)
+    assert (code, "error: model.teacher: folder must exist, got /nope" in err, err.count("\n")) == (2, True, 1)
+    code, _, err = check(config, f"model.teacher={larger}", "memory.device=1GiB", capsys=capsys)
+    assert (code, "error: model.teacher: " in err, "or raise memory.device" in err) == (2, True, True)
     assert not Path("runs").exists()
 
 
