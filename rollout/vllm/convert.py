@@ -312,8 +312,9 @@ def read_probe(output: Any, _version: int) -> NDArray[np.float32]:
 def read_told(output: Any, _version: int, *, prompt: int, top: int) -> Told:
     """What a model says of the tokens behind the first `prompt` ones, with `top` likeliest tokens at each place."""
     count, width = len(output.prompt_token_ids) - 1, 1 + top  # vLLM gives the token's own logprob first
-    values = _flat(output.prompt_logprobs, count * width).reshape(count, width)[prompt - 1 :]
-    ids = np.array(output.prompt_logprobs.token_ids, np.int32).reshape(count, width)[prompt - 1 :]
+    logprobs = output.prompt_logprobs
+    values = _flat(logprobs, count * width).reshape(count, width)[prompt - 1 :]
+    ids = np.array(logprobs.token_ids, np.int32).reshape(count, width)[prompt - 1 :]
     return Told(values[:, 0].copy(), ids[:, 1:].copy(), values[:, 1:].copy())
 
 
