@@ -32,7 +32,7 @@ from learner.trainer import state
 from rollout.weights import unpack
 from tests.learner.adapters import written_adapter
 from tests.learner.rank_processes import Failed, rank_processes, steps
-from tests.learner.rollouts import make_groups, uniform
+from tests.learner.rollouts import make_groups, random_logs, said, uniform
 from tests.learner.trainers import make_trainer
 from tests.model_rows import ROWS
 
@@ -103,14 +103,17 @@ async def raised(trainer: Any, folder: Path) -> Failed:
         (True, {}, 2),
         (False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2),
         (False, {"checkpointing": "mlp", "updates_per_batch": 2, "loss": LossConfig(ratio="clip")}, 2),
+        (True, {"model": {"teacher": "x"}, "algorithm": "distill", "loss": LossConfig(beta=1, teacher_top=3)}, 2),
     ],
-    ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates"],
+    ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates", "a teacher's likeliest tokens"],
 )
 async def test_it_learns_what_one_rank_learns(
     tmp_path: Path, ragged: list[pa.Table], tied: bool, settings: dict[str, Any], ranks: int
 ) -> None:
     path = str(make_tiny_model(tmp_path / "model", tied=tied))
     packed = "updates_per_batch" not in settings
+    if "model" in settings:
+        ragged = [said(group, random_logs, 3) for group in ragged]
     wanted, norms, answer = await trained(make_trainer(path, **FULL, **settings), ragged, 3, packed)
     with rank_processes(ranks, path, sharded=True, **FULL, **settings) as processes:
         answers = processes.all(trained, ragged, 3, packed)
