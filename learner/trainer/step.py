@@ -494,10 +494,10 @@ class OptimizerSteps:
 
     def _taught(self, rows: Rows, targets: Targets) -> Tensor | None:
         """Returns [M] the reference's logprobs of the completions behind the teacher's prompts (data.teacher); None if
-        it is given the policy's, whose micro-batches it then shares, or model.teacher takes its place.
+        it is given the policy's, whose micro-batches it then shares.
 
         Its own micro-batches, as many tokens each, run forward alone and before the policy's."""
-        if self._config.loss.beta == 0 or rows.teacher_prompts is None or rows.teaching is not None:
+        if self._config.loss.beta == 0 or rows.teacher_prompts is None:
             return None
         plan = self._plan(rows.of_teacher, targets, targets.trained)
         return placed(self._budget.run(plan, self._passes.teach), len(rows.completions))

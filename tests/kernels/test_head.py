@@ -15,8 +15,15 @@ import pytest
 import torch
 
 from learner.model import logprob
-from learner.model.logprob import PLAIN, Logits, policy_logprobs, token_entropies, token_logprobs
-from tests.learner.model.test_logprob import CAPPED, SCALED, naive, slopes_of
+from learner.model.logprob import (
+    PLAIN,
+    Logits,
+    policy_logprobs,
+    taught_logprobs,
+    token_entropies,
+    token_logprobs,
+)
+from tests.learner.model.test_logprob import CAPPED, SCALED, kl_of, likeliest, naive, slopes_of
 
 
 @pytest.fixture
@@ -47,6 +54,22 @@ def test_values_and_gradients_are_the_formulas(how: Logits, vocab_tile: int, as_
         assert (value - entropy).abs().max() <= 1e-5
     own_slope = torch.autograd.grad(found, states, grad)[0]
     assert (own_slope - slope).norm() <= 2e-6 * slope.norm()
+
+
+@pytest.mark.parametrize("how", [PLAIN, Logits(scale=2.0, cap=30.0)])
+def test_the_kl_to_a_teacher_is_the_formulas(how: Logits, as_on_a_card: None) -> None:
+    torch.manual_seed(0)
+    hidden, head, targets = torch.randn(11, 24), torch.randn(90, 24) * 0.5, torch.randint(0, 90, (11,))
+    top = likeliest(11, 90, 3)
+    states = hidden.double().requires_grad_()
+    (slope,) = torch.autograd.grad(kl_of(states, head.double(), top, 0.7, how).sum(), states)
+    for trained in (False, True):
+        own = hidden.clone().requires_grad_()
+        weights = head.clone().requires_grad_(trained)
+        options: Any = {"logits": how, "token_tile": 4, "vocab_tile": 7}
+        found = taught_logprobs(own, weights, targets, top._replace(logprobs=top.logprobs.float()), 0.7, **options)
+        (own_slope,) = torch.autograd.grad(found.kl.sum(), own)
+        assert (own_slope - slope).norm() <= 1e-5 * slope.norm()
 
 
 def test_extreme_logits_stay_finite(as_on_a_card: None) -> None:

@@ -103,6 +103,12 @@ def taught(group: pa.Table, prompt: list[int] | None) -> pa.Table:
     return group.set_column(place, field, pa.array([prompt] * len(group), field.type))
 
 
+def random_logs(prompt: list[int], completion: list[int]) -> np.ndarray:
+    """[T, V] logprobs of a teacher that knows nothing of language."""
+    logits = np.random.default_rng(prompt + completion).normal(size=(len(completion), 260))
+    return np.asarray(logits - np.log(np.exp(logits).sum(1, keepdims=True)))
+
+
 def said(group: pa.Table, logs: Callable[[list[int], list[int]], np.ndarray], top: int) -> pa.Table:
     """The group with what model.teacher says of it. logs: prompt and completion -> [T, V] the teacher's logprobs."""
     rows = zip(ragged(group, "prompt_ids"), ragged(group, "completion_ids"), strict=True)

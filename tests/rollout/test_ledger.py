@@ -75,5 +75,5 @@ def test_what_is_not_whole_of_version_1_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_holds_no_rollouts_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "step-000001.parquet"
     pq.write_table(pa.table({"reward_parts": [[1.0]], "x": [1]}), other)
-    with pytest.raises(ValueError, match="schema version must be 6, got none"):
+    with pytest.raises(ValueError, match="schema version must be 7, got none"):
         ledger.read(other)

@@ -170,26 +170,26 @@ def test_experts_are_so_many_for_each_token() -> None:
 
 
 def test_what_a_teacher_says_is_so_much_for_each_token() -> None:
-    """Of the first row all, of the others nothing; then one thing of the first row is wrong."""
+    """Of the last row all, of the others nothing; then one thing of the last row is wrong."""
     table = make_group(3, rewards=(1.0, 0.0, 0.0))
-    tokens = len(ragged(table, "completion_ids")[0])
+    tokens = len(ragged(table, "completion_ids")[2])
 
     def told(one: int | None, ids: int | None, logs: int | None) -> pa.Table:
         found = table
         for name, count in (("logprobs", one), ("top_ids", ids), ("top_logprobs", logs)):
             place, field = found.schema.get_field_index(f"teacher_{name}"), SCHEMA.field(f"teacher_{name}")
             first = None if count is None else [0] * count
-            found = found.set_column(place, field, pa.array([first, None, None], field.type))
+            found = found.set_column(place, field, pa.array([None, None, first], field.type))
         return found
 
     for right in ((tokens, None, None), (tokens, 4 * tokens, 4 * tokens)):
         assert check_rows(told(*right)).num_rows == 3
     for one, ids, logs, said in (
         (tokens + 1, None, None, "teacher_logprobs must hold a value for each"),
-        (tokens, 4 * tokens, 3 * tokens, "must be of one length, row 0"),
-        (tokens, 4 * tokens, None, "must be of one length, row 0"),
-        (tokens, 4 * tokens + 1, 4 * tokens + 1, f"as many for each of {tokens} tokens, row 0 has {4 * tokens + 1}"),
-        (None, tokens, tokens, "must come with teacher_logprobs, row 0"),
+        (tokens, 4 * tokens, 3 * tokens, "must be of one length, row 2"),
+        (tokens, 4 * tokens, None, "must be of one length, row 2"),
+        (tokens, 4 * tokens + 1, 4 * tokens + 1, f"as many for each of {tokens} tokens, row 2 has {4 * tokens + 1}"),
+        (None, tokens, tokens, "must come with teacher_logprobs, row 2"),
     ):
         with pytest.raises(ValueError, match=said):
             check_rows(told(one, ids, logs))

@@ -134,6 +134,9 @@ def test_the_kl_over_a_teachers_likeliest_tokens_by_hand() -> None:
     assert found.slopes[0].tolist() == pytest.approx([0.5 * two, -0.25 * two])
     assert found.slopes[1].tolist() == pytest.approx([0.5 * 2 * two, 0.25 * two])
     assert found.mass.tolist() == [0.75, 0.75]
+    share = 1 - 2.0**-14  # float32 knows such a rest well
+    small = kl_over_top(torch.tensor([[share]]).log(), torch.tensor([[0.5]]).log())
+    assert small.slopes.item() == pytest.approx(share * (math.log(share / 0.5) + 13 * two), rel=1e-4)
     none = kl_over_top(torch.tensor([[-40.0]]), torch.tensor([[0.0]]))  # a teacher that is sure: its rest is 2^-23
     assert none.kl.tolist() == pytest.approx([23 * two])
     assert none.slopes.abs().max() < 1e-15

@@ -19,7 +19,7 @@ from tests.learner.rank_processes import (
     steps,
     with_room_for,
 )
-from tests.learner.rollouts import make_groups, said, taught, uniform
+from tests.learner.rollouts import make_groups, random_logs, said, taught, uniform
 from tests.learner.trainers import make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,12 +35,6 @@ def ragged() -> list[pa.Table]:
     """Five groups of 80 to 240 tokens: of two updates on them one has fewer micro-batches than four ranks."""
     rng = np.random.default_rng(0)
     return make_groups([rng.normal(size=6).tolist() for _ in range(5)], uniform, max_completion=40)
-
-
-def random_logs(prompt: list[int], completion: list[int]) -> np.ndarray:
-    """[T, V] logprobs of a teacher that knows nothing of language."""
-    logits = np.random.default_rng(prompt + completion).normal(size=(len(completion), 260))
-    return np.asarray(logits - np.log(np.exp(logits).sum(1, keepdims=True)))
 
 
 @pytest.mark.parametrize(

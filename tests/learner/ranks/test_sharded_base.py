@@ -32,7 +32,7 @@ from learner.trainer import state
 from rollout.weights import unpack
 from tests.learner.adapters import written_adapter
 from tests.learner.rank_processes import Failed, rank_processes, steps
-from tests.learner.rollouts import make_groups, uniform
+from tests.learner.rollouts import make_groups, random_logs, said, uniform
 from tests.learner.trainers import make_trainer
 from tests.model_rows import ROWS
 
@@ -95,6 +95,9 @@ async def raised(trainer: Any, folder: Path) -> Failed:
     return Failed("ValueError", str(error.value))
 
 
+LARGER: dict[str, Any] = {"model": {"teacher": "x"}, "algorithm": "distill", "loss": LossConfig(beta=1, teacher_top=3)}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("tied", "settings", "ranks"),
@@ -103,14 +106,17 @@ async def raised(trainer: Any, folder: Path) -> Failed:
         (True, {}, 2),
         (False, {"dtype": "bfloat16", "optimizer": OptimizerConfig(max_grad_norm=1e-2)}, 2),
         (False, {"checkpointing": "mlp", "updates_per_batch": 2, "loss": LossConfig(ratio="clip")}, 2),
+        (True, LARGER, 2),
     ],
-    ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates"],
+    ids=["checkpointing", "tied", "bfloat16, clipped", "padded, two updates", "a teacher's likeliest tokens"],
 )
 async def test_it_learns_what_one_rank_learns(
     tmp_path: Path, ragged: list[pa.Table], tied: bool, settings: dict[str, Any], ranks: int
 ) -> None:
     path = str(make_tiny_model(tmp_path / "model", tied=tied))
     packed = "updates_per_batch" not in settings
+    if settings is LARGER:
+        ragged = [said(group, random_logs, 3) for group in ragged]
     wanted, norms, answer = await trained(make_trainer(path, **FULL, **settings), ragged, 3, packed)
     with rank_processes(ranks, path, sharded=True, **FULL, **settings) as processes:
         answers = processes.all(trained, ragged, 3, packed)
@@ -369,17 +375,20 @@ SEVERAL = {"updates_per_batch": 2, "loss": LossConfig(ratio="clip", beta=0.1)}
     [
         pytest.param(False, SEVERAL | {"checkpointing": "full"}, True, 3, marks=pytest.mark.long),
         (True, {}, False, 2),
+        pytest.param(False, LARGER, True, 2, marks=pytest.mark.long),
         pytest.param(
             False, {"algorithm": "ppo", "dtype": "bfloat16", "checkpointing": 1}, True, 2, marks=pytest.mark.long
         ),
     ],
-    ids=["packed", "tied, padded", "PPO"],
+    ids=["packed", "tied, padded", "a teacher's likeliest tokens", "PPO"],
 )
 async def test_a_base_in_shards_changes_no_bit(
     tmp_path: Path, ragged: list[pa.Table], tied: bool, settings: dict[str, Any], packed: bool, ranks: int
 ) -> None:
     path = str(make_tiny_model(tmp_path / "model", tied=tied))
     adapter = written_adapter(path, tmp_path, seed=1)
+    if settings is LARGER:
+        ragged = [said(group, random_logs, 3) for group in ragged]
     alone = await steps(make_trainer(path, adapter=adapter, **EXACT, **settings), ragged, 2, packed)
     assert len({digest for digest, _ in alone}) == 2
     with rank_processes(ranks, path, sharded=True, adapter=adapter, **EXACT, **settings) as processes:

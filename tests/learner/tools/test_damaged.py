@@ -246,7 +246,7 @@ def few_bytes_for_many(path: Path) -> None:
         (of(b"PAR1PAR1"), "cannot be read"),
         (few_bytes_for_many, "must take at most 64 MiB in memory, and takes more"),
         (lambda path: pq.write_table(make_group(1).slice(0, 0), path), "holds no completions"),
-        (lambda path: pq.write_table(pa.table({"group_id": [1]}), path), "schema version must be 6, got none"),
+        (lambda path: pq.write_table(pa.table({"group_id": [1]}), path), "schema version must be 7, got none"),
     ],
 )
 def test_step_files_that_are_none(

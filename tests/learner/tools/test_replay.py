@@ -283,7 +283,7 @@ def refused_configuration(run: Path) -> None:
     [
         (nothing, ["--to", "9"], r"--from, --to: must be 0 <= --from < --to <= 4, .*; got 0 and 9"),
         (nothing, ["--from", "3"], r"--from: must be 0 or the step of a kept checkpoint \(2\), got 3"),
-        (spoil_schema, [], "step 1: .* cannot be read: .*schema version must be 6, got 0"),
+        (spoil_schema, [], "step 1: .* cannot be read: .*schema version must be 7, got 0"),
         (drop_a_group, [], "step 1: .* must hold 2 groups, as the step had, and holds 1"),
         (break_a_logprob, [], "step 1: behavior_logprobs: must be finite, row 0 has nan"),
         (lambda run: (run / "rollouts" / "step-000002.parquet").unlink(), [], "step 2: .* has not both its rollouts"),

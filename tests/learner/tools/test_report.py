@@ -103,7 +103,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
     (run / "config.yaml").unlink()
     (run / run_lock.LOCK_FILE).touch()
     (run / "rollouts" / "step-000003.parquet").write_bytes(b"PAR1")
-    other = make_group(0).replace_schema_metadata({"gleaner.schema": "7"})
+    other = make_group(0).replace_schema_metadata({"gleaner.schema": "8"})
     pq.write_table(other, run / "rollouts" / "step-000004.parquet")
     head = blocks(page_of(run))["head"]
     assert head["runs"][0]["steps"] == [1, 2]
@@ -113,7 +113,7 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_goes(run: Path) -> Non
         "plan.json cannot be read; it may be half written",
         "config.yaml is missing",
         "step-000003.parquet cannot be read",
-        "step-000004.parquet cannot be read: rollout table: schema version must be 6, got 7",
+        "step-000004.parquet cannot be read: rollout table: schema version must be 7, got 8",
         "Tokens are not coloured: tokenizer.json of the model is not on this machine",
     ):
         assert sentence in said
