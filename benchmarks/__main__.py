@@ -71,6 +71,8 @@ CASES = (
          "teach nothing", "system.curriculum", "curriculum"),
     Case("curriculum_8", "the same with 8 groups a step, as the demo has, and twice the pool",
          "system.curriculum --groups 8 --each 16 --name curriculum_8", "curriculum_8"),
+    Case("curriculum_slow", "the first at half the learning rate, so that an epoch is less of the run",
+         "system.curriculum --rate 5e-5 --steps 180 --name curriculum_slow", "curriculum_slow"),
     Case("trl_2048", "TRL's own Game2048Env through a run; wants its path",
          "system.foreign_environments --steps 3 trl_2048", "trl_2048"),
     Case("glossary", "verifiers' own glossary through a run; wants an interpreter with it",

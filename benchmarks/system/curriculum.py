@@ -72,6 +72,7 @@ def run_of(data: Path, seed: int, options: argparse.Namespace, curriculum: str |
     """The demo on the pool."""
     tree = demo(options.steps, EVERY) | {"seed": seed, "early_stop": {"accuracy": REACHED}}
     tree["rollout"]["workers"], tree["learner"]["groups_per_step"] = 1, options.groups
+    tree["learner"]["learning_rate"] = float(options.rate)
     held_out = {"path": str(data / "held_out.jsonl"), "size": HELD_OUT, "every": EVERY}
     tree["data"] = {"path": str(data / "train.jsonl"), "curriculum": curriculum, "eval": held_out}
     tree["rewards"] = [{"use": f"{data / 'reward.py'}:within", "name": "accuracy"}, {"use": "format", "weight": 0.2}]
@@ -113,7 +114,8 @@ def page(told: dict[str, Any], found: dict[str, Any], options: argparse.Namespac
     head = ["seed", "curriculum", f"steps to {REACHED}", "of those without", "groups alike", *KINDS]
     return (
         f"# Curriculum: steps on a pool of which two thirds teach nothing\n\n{as_table(head, cells)}\n\n"
-        f"{3 * options.each} problems, a third of each kind; a step is {options.groups} groups of 8 completions. The "
+        f"{3 * options.each} problems, a third of each kind; a step is {options.groups} groups of 8 completions, the "
+        f"learning rate {options.rate}. The "
         "last three columns are the shares of the kinds among the groups of all steps, `groups alike` the share of "
         f"groups whose completions all had the same reward. {HELD_OUT} held-out problems, all solvable, answered "
         f"greedily every {EVERY} steps. The other run, without a curriculum and of seed {options.other}, ended at step "
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=8, help="problems of each kind")
     parser.add_argument("--groups", type=int, default=4, help="groups of a step")
     parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--rate", default="1e-4", help="learning rate; the demo's by default")
     parser.add_argument("--name", default="curriculum", help="of the results")
     options = parser.parse_args()
     told, found = conditions(ENGINE_PACKAGES), dict[str, Any]()

@@ -25,6 +25,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "engine.engine_core": ("vllm.v1.engine.core_client.InprocClient",),
         "engine.vllm_config": ("vllm.config.VllmConfig",),
         "engine.vllm_config.model_config": ("vllm.config.ModelConfig",),
+        "engine.vllm_config.device_config": ("vllm.config.DeviceConfig",),
         "engine.output_processor": ("vllm.v1.engine.output_processor.OutputProcessor",),
         "parents": PLAIN,
         "parent": ("vllm.v1.engine.parallel_sampling.ParentRequest",),
