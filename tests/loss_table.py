@@ -183,8 +183,9 @@ learner: {{algorithm: distill, loss: {{beta: 1}}}}
 
 SmolLM2-135M-Instruct keeps 0.517 of the held-out constraints of `make demo-real` behind two worked examples and 0.158
 without. Taught so, with no reward, it kept 0.342 and 0.408 without them after 60 steps at 1e-4 (two runs of a seed;
-0.125 and 0.158 after 30; `python -m benchmarks self_distillation`), and 0.308 after 40 steps at 5e-5 (one run). Rewards teach this
-task faster: a teacher says something only of tokens that the policy samples, and it hardly ever writes a title or P.S.
+0.125 and 0.158 after 30; `python -m benchmarks self_distillation`), and 0.308 after 40 steps at 5e-5 (one run). Rewards
+teach this task faster: a teacher says something only of tokens that the policy samples, and it hardly ever writes a
+title or P.S.
 
 ### Over the likeliest tokens: learner.loss.teacher_top
 
