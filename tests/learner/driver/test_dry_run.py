@@ -75,7 +75,7 @@ def test_whatever_may_be_a_name_of_the_hub_is_known_before_the_hub_is_asked(
     Path("config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(InterruptedError):
         main(["--config", "config.yaml"])
-    assert asked == [str(model), "org/reference", "data.jsonl", "org/questions"]
+    assert asked == [str(model), "org/reference", None, "data.jsonl", "org/questions"]  # None: no teacher
 
 
 def test_everything_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
