@@ -50,8 +50,9 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any((text.get(name) or 0) > 1 for name in EXPERTS)
 
 
-def check_causal(config: Mapping[str, Any], path: str) -> None:
-    """Raises WrongInput if a model with this config.json is no causal language model, and has none as its text part."""
+def check_causal(config: Mapping[str, Any], path: str, key: str = "model.path") -> None:
+    """Raises WrongInput if a model with this config.json is no causal language model, and has none as its text part.
+    key: the setting that names the model."""
     kind = config.get("model_type")
     others = other_inputs(config)
     text = config.get("text_config")
@@ -66,7 +67,7 @@ def check_causal(config: Mapping[str, Any], path: str) -> None:
     for what, is_so in wrong.items():
         if is_so:
             raise WrongInput(
-                f"model.path: must be a causal language model, or hold one as its text part, and {path} (model_type "
+                f"{key}: must be a causal language model, or hold one as its text part, and {path} (model_type "
                 f"{kind}) {what}; give another model (docs/models.md)"
             )
 
@@ -102,14 +103,16 @@ def has_states(config: Mapping[str, Any]) -> bool:
     return any(name.startswith(STATES) for name in text)
 
 
-def check_on_cpu(config: Mapping[str, Any], path: str) -> None:
+def check_on_cpu(
+    config: Mapping[str, Any], path: str, key: str = "model.path", gpus: str = "cluster.gpus.generator"
+) -> None:
     """Raises WrongInput if vLLM cannot generate with the model on a CPU, where it lacks kernels for most layers with a
-    state."""
+    state. key, gpus: the settings that name the model and its cards."""
     if has_states(config) and text_of(config).get("model_type") not in STATES_ON_CPU:
         raise WrongInput(
-            f"model.path: {path} (model_type {config.get('model_type')}) has layers that carry a state along (Mamba, "
+            f"{key}: {path} (model_type {config.get('model_type')}) has layers that carry a state along (Mamba, "
             "linear attention, convolutions), with which vLLM generates on a card alone, but for "
-            f"{', '.join(STATES_ON_CPU)}; give another model, or a card (cluster.gpus.generator; docs/models.md)"
+            f"{', '.join(STATES_ON_CPU)}; give another model, or a card ({gpus}; docs/models.md)"
         )
 
 
@@ -123,8 +126,9 @@ def check_type(config: Mapping[str, Any], path: str, dtype: str) -> None:
         )
 
 
-def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
-    """Raises WrongInput if the model cannot be divided evenly among `shards` processes, with whole heads in each."""
+def check_shards(config: Mapping[str, Any], path: str, shards: int, divided: str | None = None) -> None:
+    """Raises WrongInput if the model cannot be divided evenly among `shards` processes, with whole heads in each.
+    divided: setting and processes, as the message begins; None: those of a generator."""
     text = text_of(config)
     heads = text.get("num_attention_heads") or text.get("n_head")
     counts = {
@@ -133,12 +137,12 @@ def check_shards(config: Mapping[str, Any], path: str, shards: int) -> None:
         "units of a feed-forward block": text.get("intermediate_size"),
         "rows of embeddings, as vLLM pads them": -(-(text.get("vocab_size") or 0) // VOCABULARY) * VOCABULARY,
     }
+    divided = divided or f"cluster.tensor_parallel: a generator of {shards} processes (cluster.gpus.generator)"
     uneven = {name: count for name, count in counts.items() if isinstance(count, int) and count % shards}
     if uneven:
         told = ", ".join(f"{count} {name}" for name, count in uneven.items())
         raise WrongInput(
-            f"cluster.tensor_parallel: a generator of {shards} processes (cluster.gpus.generator) must divide the "
-            f"model's parts evenly, and {path} has {told}; take a number that divides them"
+            f"{divided} must divide the model's parts evenly, and {path} has {told}; take a number that divides them"
         )
 
 

@@ -65,10 +65,10 @@ class EngineSettings:
             device, without a form.
         sleeps: whether sleep() will be called; CUDA only.
         shares_base: whether share_base() will be called; for adapters only, and without sleeps.
-        tells: whether, and with how many of the likeliest tokens at each place, the model as it is says what it thinks
-            of completions (a teacher): no policy is loaded, and prompts are computed in steps of `step_tokens`. None:
-            the engine samples.
-        step_tokens: with `tells`, most tokens of an engine step, which bound the logits that are held at once.
+        prompt_logprobs: for a teacher, whose engine only computes logprobs of given completions under the model as it
+            is, in steps of `step_tokens`, and loads no policy: the number of likeliest tokens at each place of which it
+            gives logprobs as well. None: the engine samples.
+        step_tokens: with `prompt_logprobs`, most tokens of an engine step. They bound the logits held at once.
         room: on CUDA, bytes of the card that must be free before the model is loaded. The engine waits for them, since
             a lost generator may not have released its memory yet.
         gpu_memory_utilization: on CUDA, the fraction of the card that must be free at start. It sizes nothing, since
@@ -98,7 +98,7 @@ class EngineSettings:
     records_experts: bool = False
     sleeps: bool = False
     shares_base: bool = False
-    tells: int | None = None
+    prompt_logprobs: int | None = None
     step_tokens: int = 0
     room: int = 0
     gpu_memory_utilization: float = 0.05
@@ -133,12 +133,12 @@ class EngineSettings:
             raise ValueError(f"records_experts needs one shard and no form: got {self.shards} and {self.form!r}")
         if self.form and not self.truncates:
             raise ValueError("form needs truncates=True, got False: else logprobs would be of what it leaves")
-        if self.tells is not None and not (
-            self.tells >= 0 and self.max_lora_rank == 0 and self.step_tokens >= self.max_num_seqs
+        if self.prompt_logprobs is not None and not (
+            self.prompt_logprobs >= 0 and self.max_lora_rank == 0 and self.step_tokens >= self.max_num_seqs
         ):
             raise ValueError(
-                f"tells must be at least 0, without adapters, and with step_tokens of at least max_num_seqs="
-                f"{self.max_num_seqs}: got {self.tells}, max_lora_rank={self.max_lora_rank}, "
+                f"prompt_logprobs must be at least 0, without adapters, and with step_tokens of at least max_num_seqs="
+                f"{self.max_num_seqs}: got {self.prompt_logprobs}, max_lora_rank={self.max_lora_rank}, "
                 f"step_tokens={self.step_tokens}"
             )
         for name in ("max_model_len", "kv_cache_bytes", "max_num_seqs", "shards"):

@@ -90,7 +90,7 @@ SCHEMA = pa.schema(
         pa.field("routed_experts", pa.binary()),
         # the prompt that a teacher is given in place of prompt_ids (data.teacher); null: the same
         pa.field("teacher_prompt_ids", pa.list_(pa.int32())),
-        # what model.teacher says of this trajectory; null: there is no such teacher
+        # logprobs under model.teacher; null: there is no such teacher
         pa.field("teacher_logprobs", pa.list_(pa.float32())),  # [T] nats, of completion_ids; 0 for observations
         # the k tokens that it finds likeliest at each place (learner.loss.teacher_top), row-major, the likeliest first;
         # null where k is 0
@@ -340,7 +340,7 @@ def experts_of(table: pa.Table) -> list[npt.NDArray[np.int16] | None]:
 
 
 class Teaching(NamedTuple):
-    """What model.teacher said of the tokens of rows, row after row, M tokens in all."""
+    """The logprobs of model.teacher for the tokens of rows, row after row, M tokens in all."""
 
     logprobs: npt.NDArray[np.float32]  # [M] of completion_ids, nats; 0 for observations
     top_ids: npt.NDArray[np.int32]  # [M, k] its likeliest tokens in the place of each, the likeliest first
@@ -348,17 +348,17 @@ class Teaching(NamedTuple):
 
 
 def teaching_of(tables: Sequence[pa.Table], top: int) -> Teaching:
-    """Reads what model.teacher said, of its likeliest tokens the first `top`. Raises ValueError for rows of which it
-    did not say so much, or a logprob that is not finite."""
+    """Reads the logprobs of model.teacher, of its likeliest tokens the first `top`. Raises ValueError for rows that
+    lack them, or a logprob that is not finite."""
     table = pa.concat_tables([SCHEMA.empty_table(), *tables])
-    logprobs = _told(table, "teacher_logprobs", 1)
-    ids, logs = (_told(table, f"teacher_top_{name}", top) for name in ("ids", "logprobs"))
+    logprobs = _per_token(table, "teacher_logprobs", 1)
+    ids, logs = (_per_token(table, f"teacher_top_{name}", top) for name in ("ids", "logprobs"))
     if not (np.isfinite(logprobs).all() and np.isfinite(logs).all()):
         raise ValueError("teacher_logprobs, teacher_top_logprobs: must be finite; the teacher is broken")
     return Teaching(logprobs[:, 0], ids, logs)
 
 
-def _told(table: pa.Table, name: str, width: int) -> npt.NDArray[Any]:
+def _per_token(table: pa.Table, name: str, width: int) -> npt.NDArray[Any]:
     """[M, width] the first values of each token, in a column of as many values for each of a row's tokens."""
     parts: list[npt.NDArray[Any]] = [np.empty((0, width), SCHEMA.field(name).type.value_type.to_pandas_dtype())]
     lengths = pc.list_value_length(table.column("completion_ids")).to_pylist()

@@ -44,11 +44,12 @@ WHOLE = tuple(
 )
 
 
-def text_part(config: Any) -> Any:
+def text_part(config: Any, key: str = "model.path") -> Any:
     """Returns the transformers configuration of a checkpoint's text part, a causal language model of its own with
     `architectures`; `config` itself if the checkpoint is of text alone.
 
-    Raises WrongInput if transformers has no causal language model for the text part.
+    Raises WrongInput if transformers has no causal language model for the text part. key: the setting that names the
+    model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -63,7 +64,7 @@ def text_part(config: Any) -> Any:
         text = AutoConfig.for_model(SAME_OF_TEXT[text.model_type], **plain | {"rope_parameters": rope})
     if text.model_type not in CLASSES:
         raise WrongInput(
-            f"model.path: the text part of {config.model_type} ({text.model_type}) must be a causal language model of "
+            f"{key}: the text part of {config.model_type} ({text.model_type}) must be a causal language model of "
             "transformers, which has none for it; give another model (docs/models.md)"
         )
     if "tie_word_embeddings" not in content.get("text_config", {}):

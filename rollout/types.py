@@ -92,8 +92,8 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
-    """What a teacher says of one completion, given its prompt, at temperature 1. Compared by identity, as Completion.
+class TeacherLogprobs:
+    """A teacher's logprobs of one completion, given its prompt, at temperature 1. Compared by identity, as Completion.
 
     Attributes:
         logprobs: [T] float32, nats, of the completion's tokens.

@@ -286,13 +286,8 @@ def shared_engine(settings: Sequence[EngineSettings]) -> "VllmEngine":
     return VllmEngine(*settings)
 
 
-def vllm_engine(settings: EngineSettings) -> Engine:
-    """Makes the vLLM engine. vLLM is imported only here, in the generator's process."""
-    return telling_engine(settings)
-
-
-def telling_engine(settings: EngineSettings) -> "VllmEngine":
-    """As vllm_engine, for a teacher."""
+def vllm_engine(settings: EngineSettings) -> "VllmEngine":
+    """Makes the vLLM engine. vLLM is imported only here, in the process of a generator or a teacher."""
     return shared_engine([settings])
 
 

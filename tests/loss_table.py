@@ -190,7 +190,7 @@ title or P.S.
 ### Over the likeliest tokens: learner.loss.teacher_top
 
 With `model.teacher` the KL need not be guessed from the one token that was sampled. With `teacher_top: k` (at most 20)
-the teacher also tells its k likeliest tokens in each place, and the KL is taken exactly over these and all others as
+the teacher also gives its k likeliest tokens at each place, and the KL is taken exactly over these and all others as
 one: with p_i = π(i), q_i = teacher(i) and the rests p = 1 - Σ p_i and q = 1 - Σ q_i
 
     KL = Σ p_i log(p_i / q_i) + p log(p / q),   its derivative by log p_i: p_i (log(p_i / q_i) - log(p / q))

@@ -1,5 +1,5 @@
-"""The memory of a teacher (model.teacher): an engine that computes prompts alone and tells the logprobs of their tokens
-(EngineSettings.tells of rollout.engine)."""
+"""The memory of a teacher (model.teacher): an engine that computes prompts alone and gives the logprobs of their tokens
+(EngineSettings.prompt_logprobs of rollout.engine)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

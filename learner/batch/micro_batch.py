@@ -51,7 +51,7 @@ class Rows:
     experts: list[npt.NDArray[np.int16] | None] | None = None
     # [R] the prompts that a teacher is given (data.teacher), views as `prompts`; None: it is given `prompts`
     teacher_prompts: list[npt.NDArray[np.int32]] | None = None
-    teaching: Teaching | None = None  # what model.teacher said; None: there is none
+    teaching: Teaching | None = None  # logprobs under model.teacher; None: there is none
 
     @property
     def of_teacher(self) -> "Rows":
@@ -102,12 +102,12 @@ def read(groups: Sequence[pa.Table], top: int | None = None) -> Rows:
     """Reads the columns that the learner needs out of the groups' Arrow tables.
 
     top: in a run with model.teacher how many of its likeliest tokens count (learner.loss.teacher_top); None: there is
-    no such teacher, and what one may have said to another run is not read.
+    no such teacher, and logprobs that rollouts of another run may have of one are not read.
 
     Raises:
         ValueError: a table is not of rollout.schema, a prompt is empty, the lists of one completion differ in length,
-            a logprob is not finite (the objective would mask its ratio, so nobody would see the fault), or the teacher
-            did not say enough.
+            a logprob is not finite (the objective would mask its ratio, so nobody would see the fault), or logprobs
+            of the teacher are missing.
     """
     tables = [check(group) for group in groups]
     kinds = {"completion_ids": np.int32, "behavior_logprobs": np.float32, "token_versions": np.int32}

@@ -389,7 +389,8 @@ async def rehearse_nodes(prepared: Prepared) -> list[str]:
 
 
 def needs(config: RunConfig) -> tuple[Needs, ...]:
-    """The needs of a generator, of the learner, and, if there are any, of the processes that do nothing but score."""
+    """The needs of a generator, of the learner, and of those that there are of the processes that do nothing but score
+    and the teacher."""
     base = {"model.path": config.model.source}
     functions = _files({f"rewards: {one.name}": one.use for one in functions_of(config.rewards)})
     environments = _files({f"env.use: {use}": use for use in code_of(config.env.use, config.env.args)})
@@ -402,18 +403,17 @@ def needs(config: RunConfig) -> tuple[Needs, ...]:
     }
     loss = {"learner.loss.ratio": config.learner.loss.ratio} if config.learner.loss.own else {}
     learners = base | {name: path for name, path in adapters.items() if path is not None}
-    scoring, generators = reward_roles(config), generator_roles(config)
-    learner = Needs("learner", learners, _files(loss), learner_roles(config))
-    taught = {} if config.model.teacher is None else {"model.teacher": config.model.teacher}
-    teacher = [Needs("teacher", taught, {}, teacher_roles(config))] if taught else []
-    if not scoring:
-        return Needs("generator", base | judges, functions | environments, generators), learner, *teacher
-    return (
-        Needs("generator", base, environments, generators),
-        learner,
-        Needs("reward model" if judges else "reward process", judges, functions, scoring),
-        *teacher,
-    )
+    scoring = reward_roles(config)
+    at_generators = (base, environments) if scoring else (base | judges, functions | environments)
+    found = [
+        Needs("generator", *at_generators, generator_roles(config)),
+        Needs("learner", learners, _files(loss), learner_roles(config)),
+    ]
+    if scoring:
+        found.append(Needs("reward model" if judges else "reward process", judges, functions, scoring))
+    if config.model.teacher is not None:
+        found.append(Needs("teacher", {"model.teacher": config.model.teacher}, {}, teacher_roles(config)))
+    return tuple(found)
 
 
 def placed(node_of: Mapping[str, Node]) -> list[str]:

@@ -342,7 +342,7 @@ def _teacher(config: RunConfig, model: Mapping[str, Any]) -> TeacherBudget | Non
     """The budget of model.teacher; None without one. model: the content of the policy's config.json."""
     if config.model.teacher is None:
         return None
-    told, whole = read_json(config.model.teacher, CONFIG), workload(config, 1).whole
+    told, whole = read_json(config.model.teacher, CONFIG, "model.teacher"), workload(config, 1).whole
     rows = tuple(int(text_of(one).get("vocab_size") or 0) for one in (model, told))
     gpus, shards = config.cluster.gpus.teacher, config.cluster.teacher_shards
     return teacher_budget(told, config.model.dtype, whole + 1, rows, cuda=gpus > 0, shards=shards, default=DEFAULT_KV)

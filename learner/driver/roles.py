@@ -38,7 +38,7 @@ from rollout.service import RolloutService
 from rollout.teacher.process import Teacher, TeacherServer, TeacherService, TeacherSpec
 from rollout.types import Manifest
 from rollout.vllm.environment import required_env
-from rollout.worker import RolloutWorker, WorkerSpec, telling_engine, vllm_engine
+from rollout.worker import RolloutWorker, WorkerSpec, vllm_engine
 
 if TYPE_CHECKING:
     from learner.trainer.trainer import Trainer, Trainers
@@ -165,14 +165,14 @@ def teacher_spec(config: RunConfig, budget: TeacherBudget) -> TeacherSpec:
             adapter_window=2,
             seed=0,  # it samples nothing that is used
             shards=config.cluster.teacher_shards,
-            tells=top + budget.others if top else 0,
+            prompt_logprobs=top + budget.others if top else 0,
             step_tokens=budget.step,
             room=budget.room,
         ),
         top=top,
         vocabulary=budget.vocabulary,
         silence_s=config.cluster.deadlines.silence,
-        make_engine=telling_engine,
+        make_engine=vllm_engine,
     )
 
 

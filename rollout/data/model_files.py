@@ -115,11 +115,12 @@ LONGEST_TEMPLATE = MIB  # bytes of a chat template
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of the model at `path`, a folder, a hub name or name@revision. Raises WrongInput."""
+def load_tokenizer(path: str, key: str = "model.path") -> Any:
+    """The tokenizer of the model at `path`, a folder, a hub name or name@revision. Raises WrongInput. key: the setting
+    that names the model."""
     name, revision = split(path)
     try:
-        if read_json(path, "tokenizer_config.json").get("tokenizer_class") in PLAIN_CLASSES:
+        if read_json(path, "tokenizer_config.json", key).get("tokenizer_class") in PLAIN_CLASSES:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
@@ -132,10 +133,10 @@ def load_tokenizer(path: str) -> Any:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         if "custom code" in reason:
             raise WrongInput(
-                f"model.path: the tokenizer of {path} needs Python code that comes with it, and such code is never "
+                f"{key}: the tokenizer of {path} needs Python code that comes with it, and such code is never "
                 "run; save it as a tokenizer.json, or give another model"
             ) from error
-        raise WrongInput(f"model.path: {path} must hold a tokenizer that transformers can load: {reason}") from error
+        raise WrongInput(f"{key}: {path} must hold a tokenizer that transformers can load: {reason}") from error
 
 
 def _is_folder(path: str) -> bool:
@@ -145,9 +146,10 @@ def _is_folder(path: str) -> bool:
         return False
 
 
-def hub_file(model: str, file: str) -> Path | None:
+def hub_file(model: str, file: str, key: str = "model.path") -> Path | None:
     """A file of a hub model (`name` or `name@revision`), which is downloaded if it is not in the cache. None if the
-    model has no such file; offline, if the cached commit has none. Raises WrongInput."""
+    model has no such file; offline, if the cached commit has none. Raises WrongInput. key: the setting that names the
+    model, and with name@revision its revision, too, but for model.path."""
     # Imported here, since this takes 50 ms and folders do not need it.
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -164,44 +166,47 @@ def hub_file(model: str, file: str) -> Path | None:
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE and isinstance(try_to_load_from_cache(name, CONFIG, revision=revision), str):
             return None
-        raise WrongInput(_not_cached(name, revision)) from error
+        raise WrongInput(_not_cached(name, revision, key)) from error
     except EntryNotFoundError:
         return None
     except RevisionNotFoundError as error:
         raise WrongInput(
-            f"model.revision: must be a branch, tag or commit of the hub's {name}, which has no {revision}; choose one "
-            "on the model's page (Files and versions), or leave it out for the newest"
+            f"{_of_revision(key)}: must be a branch, tag or commit of the hub's {name}, which has no {revision}; "
+            "choose one on the model's page (Files and versions), or leave it out for the newest"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise WrongInput(
-            f"model.path: must be a folder or a hub model that you may read, got {name[:100]}: "
+            f"{key}: must be a folder or a hub model that you may read, got {name[:100]}: "
             f"{str(error).strip().splitlines()[0][:200]}; check the name, or log in with: hf auth login"
         ) from error
 
 
-def _not_cached(name: str, revision: str | None) -> str:
+def _of_revision(key: str) -> str:
+    """The setting that names the revision of a model."""
+    return "model.revision" if key == "model.path" else key
+
+
+def _not_cached(name: str, revision: str | None, key: str) -> str:
     if revision is None:
         return (
-            f"model.path: {name} is neither a folder here nor a hub model in the cache, and the hub cannot be "
+            f"{key}: {name} is neither a folder here nor a hub model in the cache, and the hub cannot be "
             "reached; download it first (hf download), or give a folder"
         )
     return (
-        f"model.revision: must be one of {name} that is in the cache, since the hub cannot be reached, got {revision}; "
-        f"download it first (hf download {name} --revision {revision}), or give one that is there"
+        f"{_of_revision(key)}: must be one of {name} that is in the cache, since the hub cannot be reached, got "
+        f"{revision}; download it first (hf download {name} --revision {revision}), or give one that is there"
     )
 
 
-def read_json(path: str, name: str) -> dict[str, Any]:
+def read_json(path: str, name: str, key: str = "model.path") -> dict[str, Any]:
     """The content of a JSON file of a model's folder or of a hub model (`name` or `name@revision`); {} if the model has
-    no such file. Raises WrongInput."""
+    no such file. Raises WrongInput. key: as of load_tokenizer."""
     hub_name, _ = split(path)
     if _is_folder(path):
         file = Path(path) / name
     elif Path(path).is_absolute() or path.startswith((".", "~")) or hub_name.count("/") > 1:
-        raise WrongInput(
-            f"model.path: folder must exist, got {path}; check the path, or give a hub name like org/model"
-        )
-    elif (found := hub_file(path, name)) is None:
+        raise WrongInput(f"{key}: folder must exist, got {path}; check the path, or give a hub name like org/model")
+    elif (found := hub_file(path, name, key)) is None:
         return {}
     else:
         file = found
@@ -210,7 +215,7 @@ def read_json(path: str, name: str) -> dict[str, Any]:
     try:
         return read_mapping(file)
     except (OSError, WrongInput) as error:
-        raise WrongInput(f"model.path: {error}; copy it again") from error
+        raise WrongInput(f"{key}: {error}; copy it again") from error
 
 
 def template_in(folder: Path, key: str = "model.path", then: str = "copy it again") -> str | None:

@@ -61,7 +61,7 @@ def check_model(path: str, key: str = "model.path", *, finite: bool = True) -> d
     stored = model_weights(path, key)
     if stored is None:
         return None
-    config = read_json(path, CONFIG)
+    config = read_json(path, CONFIG, key)
     sizes, plain_names = sizes_of(config), in_16_bits(stored, config, path, key)
     wrong = [] if sizes is None else misfits(path, key, plain_names, sizes)
     wrong += _untied(path, key, stored, config)
@@ -224,7 +224,7 @@ def check_fit(path: str, key: str = "model.path") -> bool:
     stored = model_weights(path, key)
     if stored is None:
         return False
-    config = read_json(path, CONFIG)
+    config = read_json(path, CONFIG, key)
     sizes = sizes_of(config)
     if sizes is None:
         wrong = transformers_misfits(path, key, stored)
@@ -304,12 +304,12 @@ def transformers_misfits(path: str, key: str, stored: Mapping[str, Stored], lm: 
     import torch  # imported here, since the driver's process imports neither torch nor transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    stored = in_16_bits(stored, content := read_json(path, CONFIG), path, key)
+    stored = in_16_bits(stored, content := read_json(path, CONFIG, key), path, key)
     lost, surplus = _other_experts(stored, content)
     if lost or surplus:  # transformers would not name these tensors
         return sentences(path, key, lost, surplus, {}, stored)
     name, revision = split(path)
-    config = text_part(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False))
+    config = text_part(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False), key)
     if hasattr(config, "quantization_config"):  # transformers would ask for the library that made the checkpoint
         del config.quantization_config
     auto: Any = AutoModelForCausalLM  # the class's methods carry no annotations

@@ -1,7 +1,6 @@
 """Whether a model can teach the policy of a run: checked before anything starts, without loading its weights."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from cluster.errors import WrongInput
@@ -12,26 +11,7 @@ from rollout.data.weight_names import check_model
 from rollout.quantised import is_quantised
 
 KEY = "model.teacher"
-# What checks of the policy's model say, and the same of the teacher.
-SAID = (
-    ("cluster.tensor_parallel: a generator of", "cluster.gpus.teacher: a teacher of"),
-    (" (cluster.gpus.generator) must", " must"),
-    ("cluster.gpus.generator", "cluster.gpus.teacher"),
-    ("model.path", KEY),
-    ("model.revision", KEY),
-)
-
-
-@contextmanager
-def of_teacher() -> Iterator[None]:
-    """A context in which a WrongInput about the policy's model becomes one about the teacher."""
-    try:
-        yield
-    except WrongInput as error:
-        text = str(error)
-        for own, other in SAID:
-            text = text.replace(own, other)
-        raise WrongInput(text) from None
+CARDS = "cluster.gpus.teacher"
 
 
 def check_teacher(
@@ -45,18 +25,17 @@ def check_teacher(
     Raises WrongInput if it is no causal language model that vLLM serves so, if its context is too short, if a file of
     its weights is damaged, or if a token that the policy may sample is another one, or none, to it.
     """
-    with of_teacher():
-        config = read_json(teacher, CONFIG)
-        if not config:
-            raise WrongInput(f"{KEY}: {teacher} has no {CONFIG}; give the folder or the hub name of a model")
-        check_causal(config, teacher)
-        check_type(config, teacher, dtype)
-        check_shards(config, teacher, shards)
-        if not cuda:
-            check_on_cpu(config, teacher)
-        if not is_quantised(config):  # of others vLLM reads more formats than are known here
-            check_model(teacher, KEY)
-        tokenizer = load_tokenizer(teacher)
+    config = read_json(teacher, CONFIG, KEY)
+    if not config:
+        raise WrongInput(f"{KEY}: {teacher} has no {CONFIG}; give the folder or the hub name of a model")
+    check_causal(config, teacher, KEY)
+    check_type(config, teacher, dtype)
+    check_shards(config, teacher, shards, f"{CARDS}: a teacher of {shards} processes")
+    if not cuda:
+        check_on_cpu(config, teacher, KEY, CARDS)
+    if not is_quantised(config):  # of others vLLM reads more formats than are known here
+        check_model(teacher, KEY)
+    tokenizer = load_tokenizer(teacher, KEY)
     _check_context(config, teacher, longest)
     _check_vocabulary(tokenizer, teacher, chat.tokenizer, policy)
     _check_head(config, teacher, chat.config, policy)

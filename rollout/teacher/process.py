@@ -1,5 +1,5 @@
-"""What a teacher is asked, by whom, and who answers: TeacherServer in the teacher's process, with an engine of vLLM,
-and Teacher in each rollout worker, which turns the answers into columns of a group."""
+"""The logprobs of completions under a teacher: TeacherServer computes them in the teacher's process, with an engine of
+vLLM; Teacher asks for them in each rollout worker, and makes columns of a group of them."""
 
 import logging
 import os
@@ -14,18 +14,18 @@ from cluster.actor import Actor, Deadline, within
 from cluster.errors import WrongInput
 from rollout.engine import EngineDied, EngineSettings
 from rollout.scorer import side_by_side
-from rollout.types import Completion, Told
+from rollout.types import Completion, TeacherLogprobs
 
 log = logging.getLogger("rollout")
 
 DIED = 70  # exit code of a process whose engine died, so that Ray starts another
 
 
-class Teller(Protocol):
-    """An engine with EngineSettings.tells (rollout.vllm.engine.VllmEngine)."""
+class LogprobEngine(Protocol):
+    """An engine with EngineSettings.prompt_logprobs (rollout.vllm.engine.VllmEngine)."""
 
-    async def tell(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Told:
-        """What the model says of a completion [T] behind its prompt [P]."""
+    async def completion_logprobs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TeacherLogprobs:
+        """The logprobs of a completion [T] behind its prompt [P]."""
 
     async def close(self) -> None:
         """Ends the engine."""
@@ -34,9 +34,11 @@ class Teller(Protocol):
 class TeacherService(Protocol):
     """The methods that rollout workers, on any node, call in the teacher's process, by cluster.actor.Actor.call."""
 
-    async def tell(self, prompt_ids: Sequence[int], completions: Sequence[NDArray[np.int32]]) -> list[Told] | str:
-        """What the teacher says of each completion [T] of a prompt [P]; the text of WrongInput instead of raising it.
-        They are computed together, as far as there is room."""
+    async def completion_logprobs(
+        self, prompt_ids: Sequence[int], completions: Sequence[NDArray[np.int32]]
+    ) -> list[TeacherLogprobs] | str:
+        """The logprobs of each completion [T] of a prompt [P]; the text of WrongInput instead of raising it. They are
+        computed together, as far as there is room."""
 
     async def close(self) -> None:
         """Ends the engine."""
@@ -55,7 +57,7 @@ class TeacherSpec:
     top: int
     vocabulary: int
     silence_s: float
-    make_engine: Callable[[EngineSettings], Teller]
+    make_engine: Callable[[EngineSettings], LogprobEngine]
 
 
 class TeacherServer:
@@ -67,13 +69,15 @@ class TeacherServer:
         self._engine = spec.make_engine(spec.engine)
         self._waits: set[Deadline] = set()
 
-    async def tell(self, prompt_ids: Sequence[int], completions: Sequence[NDArray[np.int32]]) -> list[Told] | str:
+    async def completion_logprobs(
+        self, prompt_ids: Sequence[int], completions: Sequence[NDArray[np.int32]]
+    ) -> list[TeacherLogprobs] | str:
         limit = within(self._spec.silence_s)
         try:
             async with limit:
                 self._waits.add(limit)
-                told = await side_by_side(self._told(prompt_ids, ids) for ids in completions)
-            return [of_policy(one, self._spec.top, self._spec.vocabulary) for one in told]
+                found = await side_by_side(self._logprobs_of(prompt_ids, ids) for ids in completions)
+            return [of_policy(one, self._spec.top, self._spec.vocabulary) for one in found]
         except WrongInput as error:  # the caller in another process would get RemoteError instead
             return str(error)
         except (EngineDied, TimeoutError) as error:
@@ -83,34 +87,34 @@ class TeacherServer:
         finally:
             self._waits.discard(limit)
 
-    async def _told(self, prompt_ids: Sequence[int], ids: NDArray[np.int32]) -> Told:
-        told = await self._engine.tell(prompt_ids, ids.tolist())
+    async def _logprobs_of(self, prompt_ids: Sequence[int], ids: NDArray[np.int32]) -> TeacherLogprobs:
+        found = await self._engine.completion_logprobs(prompt_ids, ids.tolist())
         for wait in self._waits:  # the engine gets on, also for those that wait behind others
             wait.restart()
-        return told
+        return found
 
     async def close(self) -> None:
         await self._engine.close()
 
 
-def of_policy(told: Told, top: int, vocabulary: int) -> Told:
+def of_policy(found: TeacherLogprobs, top: int, vocabulary: int) -> TeacherLogprobs:
     """The same with the `top` likeliest of the tokens that the policy has, whose ids are below `vocabulary`. A larger
     teacher often has a few rows more in its head, which stand for no token (padding).
 
-    Raises WrongInput if it finds so many of those likely that less than `top` others were told.
+    Raises WrongInput if it finds so many of those likely that less than `top` others are given.
     """
-    known = told.top_ids < vocabulary
+    known = found.top_ids < vocabulary
     if (known.sum(-1) < top).any():
         raise WrongInput(
-            f"model.teacher: must find tokens of the policy likeliest, and among its {told.top_ids.shape[-1]} "
+            f"model.teacher: must find tokens of the policy likeliest, and among its {found.top_ids.shape[-1]} "
             f"likeliest at some place fewer than {top} have an id below {vocabulary}, as the policy's; give another "
             "teacher, or learner.loss.teacher_top=0"
         )
     kept = np.argsort(~known, axis=-1, kind="stable")[:, :top]
-    return Told(
-        told.logprobs,
-        np.take_along_axis(told.top_ids, kept, -1),
-        np.take_along_axis(told.top_logprobs, kept, -1),
+    return TeacherLogprobs(
+        found.logprobs,
+        np.take_along_axis(found.top_ids, kept, -1),
+        np.take_along_axis(found.top_logprobs, kept, -1),
     )
 
 
@@ -124,10 +128,10 @@ class Teacher:
     deadline_s: float
 
     async def columns(self, prompt_ids: Sequence[int], completions: Sequence[Completion]) -> dict[str, Sequence[Any]]:
-        """The columns [G] of a group that say what the teacher says. Raises WrongInput, ActorDied, DeadlineExceeded,
+        """The columns [G] of a group that hold the teacher's logprobs. Raises WrongInput, ActorDied, DeadlineExceeded,
         RemoteError."""
         said = await self.actor.call(
-            TeacherService.tell, self.deadline_s, prompt_ids, [one.token_ids for one in completions]
+            TeacherService.completion_logprobs, self.deadline_s, prompt_ids, [one.token_ids for one in completions]
         )
         if isinstance(said, str):
             raise WrongInput(said)

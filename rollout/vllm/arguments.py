@@ -197,8 +197,8 @@ def engine_arguments(settings: EngineSettings, cuda: bool) -> dict[str, Any]:
         # vLLM quantises while it reads the files, as the learner does: NF4, blocks of 64, doubly quantised scales.
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     arguments |= _cuda_arguments(settings) if cuda else _cpu_arguments(settings)
-    if settings.tells is not None:
-        arguments |= _told_arguments(settings)
+    if settings.prompt_logprobs is not None:
+        arguments |= _teacher_arguments(settings)
     return arguments | (shard_arguments(settings.shards, cuda=cuda) if settings.shards > 1 else {})
 
 
@@ -246,7 +246,7 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _told_arguments(settings: EngineSettings) -> dict[str, Any]:
+def _teacher_arguments(settings: EngineSettings) -> dict[str, Any]:
     """For an engine that computes prompts alone. It decodes nothing that CUDA graphs would make faster, and vLLM reads
     no cached prefix for a request that wants its prompt's logprobs (SamplingParams.skip_reading_prefix_cache)."""
     return {
@@ -254,7 +254,7 @@ def _told_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "enable_chunked_prefill": True,  # no request is seeded, so that a CPU can split them, too
         "max_num_batched_tokens": settings.step_tokens,
-        "max_logprobs": settings.tells,
+        "max_logprobs": settings.prompt_logprobs,
         "logprobs_mode": "raw_logprobs",
     }
 

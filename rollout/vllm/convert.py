@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.files import digest_of, writing
 from rollout.data.weight_names import EXPERTS_PAIR
-from rollout.types import Adapter, Completion, EngineError, Sampling, Told, Weights
+from rollout.types import Adapter, Completion, EngineError, Sampling, TeacherLogprobs, Weights
 from rollout.weights import header_of
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -309,13 +309,13 @@ def read_probe(output: Any, _version: int) -> NDArray[np.float32]:
     return _flat(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
 
 
-def read_told(output: Any, _version: int, *, prompt: int, top: int) -> Told:
-    """What a model says of the tokens behind the first `prompt` ones, with `top` likeliest tokens at each place."""
+def read_prompt_logprobs(output: Any, _version: int, *, prompt: int, top: int) -> TeacherLogprobs:
+    """The logprobs of the tokens behind the first `prompt` ones, and of the `top` likeliest tokens at each place."""
     count, width = len(output.prompt_token_ids) - 1, 1 + top  # vLLM gives the token's own logprob first
     logprobs = output.prompt_logprobs
     values = _flat(logprobs, count * width).reshape(count, width)[prompt - 1 :]
     ids = np.array(logprobs.token_ids, np.int32).reshape(count, width)[prompt - 1 :]
-    return Told(values[:, 0].copy(), ids[:, 1:].copy(), values[:, 1:].copy())
+    return TeacherLogprobs(values[:, 0].copy(), ids[:, 1:].copy(), values[:, 1:].copy())
 
 
 def _flat(logprobs: Any, count: int) -> NDArray[np.float32]:

@@ -31,7 +31,7 @@ from rollout.data.model_files import CONFIG, read_json
 from rollout.data.weight_names import check_fit, check_model
 from rollout.engine import EngineDied, EngineSettings
 from rollout.quantised import is_quantised
-from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, Told, Weights
+from rollout.types import Adapter, Completion, EngineError, Held, Manifest, Sampling, TeacherLogprobs, Weights
 from rollout.vllm.arguments import (
     build_engine,
     check_can_continue,
@@ -50,7 +50,7 @@ from rollout.vllm.convert import (
     read_completions,
     read_continued,
     read_probe,
-    read_told,
+    read_prompt_logprobs,
 )
 from rollout.vllm.environment import check_env
 from rollout.vllm.experts import record_experts
@@ -327,7 +327,7 @@ class EngineSteps:
 def as_it_is(settings: EngineSettings) -> bool:
     """Whether the engine is a teacher's on a quantised checkpoint, whose weights may be stored in any way that vLLM
     reads: nobody else computes with them."""
-    return settings.tells is not None and is_quantised(read_json(settings.model, CONFIG))
+    return settings.prompt_logprobs is not None and is_quantised(read_json(settings.model, CONFIG))
 
 
 def settle(answer: Future[Any], value: Any) -> None:
@@ -364,7 +364,7 @@ class EngineThread:
         """settings: of the engine. capacities: policy versions that it holds of each run."""
         runs = len(capacities)
         self.windows = [AdapterWindow(capacity, run, runs) for run, capacity in enumerate(capacities)]
-        if settings.tells is not None:  # a teacher's only policy is the model as it is
+        if settings.prompt_logprobs is not None:  # a teacher's only policy is the model as it is
             self.windows[0].add(self.windows[0].stage(Weights.unchanged(0)))
         self.vocab_size = 0
         self._settings = settings
@@ -491,9 +491,11 @@ class VllmEngine:
         arguments = engine_arguments(settings, cuda)
         if settings.in_flight == "continue":
             check_can_continue()
-        key = "model.path" if settings.tells is None else "model.teacher"
-        here = as_it_is(settings) or check_fit(settings.model, key)
-        arguments |= {} if as_it_is(settings) else quantised_arguments(settings, cuda)
+        key = "model.path" if settings.prompt_logprobs is None else "model.teacher"
+        here = as_it_is(settings)
+        if not here:
+            here = check_fit(settings.model, key)
+            arguments |= quantised_arguments(settings, cuda)
         if cuda and settings.room > 0:
             wait_for_room(settings.room, lambda: torch.cuda.mem_get_info()[0])
         if not cuda:
@@ -532,18 +534,20 @@ class VllmEngine:
         logprobs: NDArray[np.float32] = await self._thread.call(request)
         return logprobs
 
-    async def tell(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Told:
-        """What the model says of a completion behind its prompt, of an engine with EngineSettings.tells. vLLM also
+    async def completion_logprobs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TeacherLogprobs:
+        """The logprobs of a completion behind its prompt, by an engine with EngineSettings.prompt_logprobs. vLLM also
         samples one token, as for a probe. Cancelling the call ends its request."""
-        top = self._settings.tells
+        top = self._settings.prompt_logprobs
         if top is None:
-            raise ValueError("tell: the engine must be started with tells, got None; set it in EngineSettings")
+            raise ValueError("the engine must be started with prompt_logprobs, got None; set it in EngineSettings")
         if not len(completion_ids):
-            return Told(np.zeros(0, np.float32), np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))
+            return TeacherLogprobs(
+                np.zeros(0, np.float32), np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
+            )
         ids = checked_prompt([*prompt_ids, *completion_ids], 1, self._settings.max_model_len, self._thread.vocab_size)
-        read = partial(read_told, prompt=len(prompt_ids), top=top)
-        told: Told = await self._thread.call(Request(f"r{next(self._ids)}", ids, probe_params(top), read))
-        return told
+        read = partial(read_prompt_logprobs, prompt=len(prompt_ids), top=top)
+        found: TeacherLogprobs = await self._thread.call(Request(f"r{next(self._ids)}", ids, probe_params(top), read))
+        return found
 
     async def held(self) -> Held:
         """See Engine.held. The call waits for the current step and for nothing else."""

@@ -21,10 +21,10 @@ FLOAT32_LOGITS = {"head_dtype": "float32"}
 TEXT = "gleaner_text"  # attribute of a class of vLLM that reads the text part of a checkpoint with towers
 
 
-def served_config(model: str) -> Any:
+def served_config(model: str, key: str = "model.path") -> Any:
     """vLLM's configuration of a model, a folder, hub name or name@revision; of a checkpoint with towers that of its
-    text part. Raises WrongInput if the text part has no class."""
-    return text_part(_config(model))
+    text part. Raises WrongInput if the text part has no class. key: the setting that names the model."""
+    return text_part(_config(model), key)
 
 
 def view_arguments(model: str, *, cuda: bool, shards: int) -> dict[str, Any]:

@@ -33,36 +33,35 @@ def wrong_with(config: dict[str, Any]) -> list[str]:
             check_bitsandbytes()
         except ValueError as error:
             return [str(error)]
-    return _wrong_with_model(path, revision, adapts=adapts)
+    return _wrong_with_model(path, revision, "model.path", adapts=adapts)
 
 
 def wrong_with_teacher(config: dict[str, Any]) -> list[str]:
     """What vLLM lacks for model.teacher: one sentence or none."""
     path, revision = split(config["model"]["teacher"])
-    said = _wrong_with_model(path, revision, adapts=False)
-    return [sentence.replace("model.path", "model.teacher") for sentence in said]
+    return _wrong_with_model(path, revision, "model.teacher", adapts=False)
 
 
-def _wrong_with_model(path: str, revision: str | None, *, adapts: bool) -> list[str]:
-    """What vLLM lacks for a model. adapts: whether it is to serve it with LoRA."""
+def _wrong_with_model(path: str, revision: str | None, key: str, *, adapts: bool) -> list[str]:
+    """What vLLM lacks for a model. key: the setting that names it. adapts: whether vLLM is to serve it with LoRA."""
     try:
         from vllm import ModelRegistry
     except ImportError as error:
         return [f"rollout: vLLM cannot be imported ({error}); run make setup, or pip install 'gleaner-rl[gpu]'"]
     try:
-        names = list(served_config(joined(path, revision)).architectures or ())
+        names = list(served_config(joined(path, revision), key).architectures or ())
     except WrongInput as error:
         return [str(error)]
     except Exception as error:  # transformers raises various errors for a wrong config.json
-        return [f"model.path: vLLM cannot read the config.json of {path}: {' '.join(str(error).split())[:300]}"]
+        return [f"{key}: vLLM cannot read the config.json of {path}: {' '.join(str(error).split())[:300]}"]
     known = [name for name in names if name in ModelRegistry.models]
     if not known:
         named = ", ".join(names) or "(config.json names none)"
-        return [f"model.path: vLLM has no architecture {named}; give a model of one that it has, or a newer vLLM"]
+        return [f"{key}: vLLM has no architecture {named}; give a model of one that it has, or a newer vLLM"]
     try:
         found: Any = ModelRegistry.models[known[0]].load_model_cls()
     except Exception as error:  # the module may need a package that is not installed, or another device
-        return [f"model.path: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
+        return [f"{key}: vLLM cannot load its {known[0]} here: {' '.join(str(error).split())[:300]}"]
     if adapts and not getattr(found, "supports_lora", False):
         return [without_lora(known[0], path)]
     return []

@@ -28,7 +28,7 @@ from rollout.fakes import FakeEngine
 from rollout.schema import Problem, parts_of, ragged
 from rollout.scorer import RewardProcesses, SharedScorer
 from rollout.teacher.process import Teacher
-from rollout.types import Adapter, Completion, EngineError, Sampling, Told, Weights
+from rollout.types import Adapter, Completion, EngineError, Sampling, TeacherLogprobs, Weights
 from rollout.weights import Source, WeightsFile
 from rollout.worker import RolloutWorker, WorkerSpec
 
@@ -92,15 +92,15 @@ async def test_reward_functions_are_told_how_far_the_run_is(spec: WorkerSpec) ->
 
 
 class Lengths:
-    """A TeacherService that tells a token's place in its completion."""
+    """A TeacherService whose logprob of a token is its place in its completion."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
 
-    async def tell(self, prompt_ids: Sequence[int], completions: Sequence[Any]) -> list[Told]:
+    async def completion_logprobs(self, prompt_ids: Sequence[int], completions: Sequence[Any]) -> list[TeacherLogprobs]:
         self.asked.append([*prompt_ids])
         none = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
-        return [Told(np.arange(len(ids), dtype=np.float32), *none) for ids in completions]
+        return [TeacherLogprobs(np.arange(len(ids), dtype=np.float32), *none) for ids in completions]
 
     async def close(self) -> None:
         """There is nothing."""

@@ -169,7 +169,7 @@ def test_a_teacher_gets_its_model_and_the_generators_get_the_teacher() -> None:
     assert (spec.top, spec.vocabulary, spec.silence_s) == (4, 64, config.cluster.deadlines.silence)
     engine = spec.engine
     assert (engine.model, engine.dtype, engine.max_model_len, engine.kv_cache_bytes) == ("t", "float32", 99, 55)
-    assert (engine.tells, engine.step_tokens, engine.max_lora_rank, engine.shards) == (12, 777, 0, 1)
+    assert (engine.prompt_logprobs, engine.step_tokens, engine.max_lora_rank, engine.shards) == (12, 777, 0, 1)
     teacher = worker_spec(config, 0, budgets, Serves(teacher=cast(Any, "teacher-0"))).teacher
     assert teacher == Teacher(cast(Any, "teacher-0"), 4, config.group_deadline_s)
     assert [one.name for one in roles(config)] == ["generator-0", "teacher-0", "learner"]

@@ -208,12 +208,12 @@ def test_a_teacher_of_a_kind_that_is_not_known_and_one_with_more_rows(tmp_path: 
     assert (found.teacher.vocabulary, found.teacher.others) == (128_256, 8)
     assert "model.teacher: no plan for its architecture" in found.note
     spec = teacher_spec(config, found.teacher)
-    assert (spec.engine.tells, spec.top, spec.vocabulary) == (0, 0, 128_256)  # nobody asks for likeliest ones
+    assert (spec.engine.prompt_logprobs, spec.top, spec.vocabulary) == (0, 0, 128_256)  # nobody asks for likeliest ones
     several = config.model_copy(
         update={"learner": config.learner.model_copy(update={"loss": LossConfig(teacher_top=4)})}
     )
     spec = teacher_spec(several, found.teacher)
-    assert (spec.engine.tells, spec.top, spec.engine.max_lora_rank) == (12, 4, 0)
+    assert (spec.engine.prompt_logprobs, spec.top, spec.engine.max_lora_rank) == (12, 4, 0)
     assert spec.engine.step_tokens == 2**30 // (4 * 128_300)
 
 

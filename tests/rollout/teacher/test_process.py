@@ -1,4 +1,4 @@
-"""The teacher's process and who asks it, without a model: a fake engine that tells what the ids are."""
+"""The teacher's process and who asks it, without a model: a fake engine whose logprobs are made of the ids."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cluster.actor import Local
 from cluster.errors import WrongInput
 from rollout.engine import EngineDied, EngineSettings
 from rollout.teacher.process import DIED, Teacher, TeacherServer, TeacherSpec, of_policy
-from rollout.types import Completion, Told
+from rollout.types import Completion, TeacherLogprobs
 
-SETTINGS = EngineSettings("m", "float32", 64, 1 << 20, 8, 0, 2, 0, tells=3, step_tokens=64)
+SETTINGS = EngineSettings("m", "float32", 64, 1 << 20, 8, 0, 2, 0, prompt_logprobs=3, step_tokens=64)
 PROMPT = (50, 32, 43)
 
 
@@ -24,15 +24,15 @@ class Ids:
     """Tells of each token its id as its logprob, and that it and the next ones are the likeliest."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.top = settings.tells or 0
+        self.top = settings.prompt_logprobs or 0
         self.asked: list[tuple[list[int], list[int]]] = []
         self.closed = False
 
-    async def tell(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Told:
+    async def completion_logprobs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> TeacherLogprobs:
         self.asked.append(([*prompt_ids], [*completion_ids]))
         await asyncio.sleep(0.01)
         ids = np.array(completion_ids, np.int32).reshape(-1, 1) + np.arange(self.top, dtype=np.int32)
-        return Told(-np.array(completion_ids, np.float32), ids, -ids.astype(np.float32))
+        return TeacherLogprobs(-np.array(completion_ids, np.float32), ids, -ids.astype(np.float32))
 
     async def close(self) -> None:
         self.closed = True
@@ -66,7 +66,9 @@ async def test_nobody_asked_for_the_likeliest() -> None:
 
 
 async def test_tokens_that_the_policy_does_not_have_are_left_out_or_it_is_said() -> None:
-    told = Told(np.zeros(2, np.float32), np.array([[9, 12, 3, 4], [1, 2, 11, 10]]), np.array([[-1.0, -2, -3, -4]] * 2))
+    told = TeacherLogprobs(
+        np.zeros(2, np.float32), np.array([[9, 12, 3, 4], [1, 2, 11, 10]]), np.array([[-1.0, -2, -3, -4]] * 2)
+    )
     kept = of_policy(told, 2, 10)
     assert (kept.top_ids.tolist(), kept.top_logprobs.tolist()) == ([[9, 3], [1, 2]], [[-1, -3], [-1, -2]])
     assert of_policy(told, 0, 10).top_ids.shape == (2, 0)
@@ -95,11 +97,13 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def test_an_engine_that_dies_takes_its_process_with_it(ends: list[int]) -> None:
     class Dead(Ids):
-        async def tell(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Told:
+        async def completion_logprobs(
+            self, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+        ) -> TeacherLogprobs:
             raise EngineDied("the engine died of something")
 
     with pytest.raises(Ended):
-        await TeacherServer(spec(Dead)).tell(PROMPT, [np.array([1], np.int32)])
+        await TeacherServer(spec(Dead)).completion_logprobs(PROMPT, [np.array([1], np.int32)])
     assert ends == [DIED]
 
 
@@ -109,19 +113,21 @@ async def test_an_engine_that_hangs_does_so_too_but_not_one_that_is_busy_with_ot
     class Slow(Ids):
         """Answers one after the other; the prompt 666 never."""
 
-        async def tell(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Told:
+        async def completion_logprobs(
+            self, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+        ) -> TeacherLogprobs:
             if prompt_ids[0] == 666:
                 await free.wait()
             async with lock:
                 await asyncio.sleep(0.2)
-            return await super().tell(prompt_ids, completion_ids)
+            return await super().completion_logprobs(prompt_ids, completion_ids)
 
     lock, server = asyncio.Lock(), TeacherServer(spec(Slow, silence_s=0.5))
     one = [np.array([1], np.int32)]
-    told = await asyncio.gather(*(server.tell(PROMPT, one) for _ in range(6)))  # the last after 1.2 s
+    told = await asyncio.gather(*(server.completion_logprobs(PROMPT, one) for _ in range(6)))  # the last after 1.2 s
     assert (len(told), ends) == (6, [])
     with pytest.raises(Ended):
-        await server.tell((666,), one)
+        await server.completion_logprobs((666,), one)
     assert ends == [DIED]
     await server.close()
     assert server._engine.closed  # type: ignore[attr-defined]
